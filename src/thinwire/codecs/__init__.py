@@ -1,0 +1,49 @@
+"""Boundary codecs, by name.
+
+| name       | what crosses the boundary                                                        |
+|------------|----------------------------------------------------------------------------------|
+| `identity` | the activation, in fp32, bf16 or fp16                                            |
+| `mapl`     | coordinates in a frame learned on the Stiefel manifold, anchors taken out        |
+| `fixed`    | the same with a frame that does not learn                                        |
+| `free`     | the same with a frame that learns without a constraint                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from thinwire.codecs.base import Anchors, Boundary, Codec, Decoder, Encoder
+from thinwire.codecs.identity import Identity
+from thinwire.codecs.subspace import Subspace
+from thinwire.errors import ConfigError
+
+_REGISTRY: dict[str, Callable[..., Codec]] = {
+    "identity": Identity,
+    "mapl": Subspace,
+    "fixed": partial(Subspace, frame="frozen"),
+    "free": partial(Subspace, frame="free"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that `get` knows."""
+    return tuple(_REGISTRY)
+
+
+def get(name: str, **options: Any) -> Codec:
+    """Return the codec `name` with these options (see its class for what they are).
+
+    Raises:
+        ConfigError: unknown name, unknown option or a value out of range.
+    """
+    if name not in _REGISTRY:
+        raise ConfigError(f"codec {name!r}", ", ".join(names()), "choose one of these")
+    try:
+        return _REGISTRY[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"codec {name!r} with options {options}", str(error)) from None
+
+
+__all__ = ["Anchors", "Boundary", "Codec", "Decoder", "Encoder", "Identity", "Subspace", "get", "names"]

@@ -1,0 +1,23 @@
+"""Text for training: documents, a byte-level BPE, deterministic batches that can resume exactly."""
+
+from __future__ import annotations
+
+from .batches import Batches, StreamBatches, TokenData, bits_per_byte, prepare, validation_windows
+from .corpus import Corpus, Document, load_corpus, stream_hub
+from .tokenizer import Tokenizer, cache_dir, train_or_load
+
+__all__ = [
+    "Batches",
+    "Corpus",
+    "Document",
+    "StreamBatches",
+    "TokenData",
+    "Tokenizer",
+    "bits_per_byte",
+    "cache_dir",
+    "load_corpus",
+    "prepare",
+    "stream_hub",
+    "train_or_load",
+    "validation_windows",
+]

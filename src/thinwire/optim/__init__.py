@@ -1,0 +1,20 @@
+"""Optimizers and the routing of parameters to them."""
+
+from thinwire.optim.build import build_optimizers, clip_gradients, gradient_square_sum, lr_factor, set_lr
+from thinwire.optim.groups import Route, describe, param_groups, route
+from thinwire.optim.muon import Muon
+from thinwire.optim.spel import Spel
+
+__all__ = [
+    "Muon",
+    "Route",
+    "Spel",
+    "build_optimizers",
+    "clip_gradients",
+    "describe",
+    "gradient_square_sum",
+    "lr_factor",
+    "param_groups",
+    "route",
+    "set_lr",
+]

@@ -1,0 +1,145 @@
+"""Which parameter is trained by which rule: decided once, printed, and every parameter exactly once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from thinwire.errors import ConfigError
+
+Rule = Literal["muon", "adamw", "spel", "mirror", "frozen"]
+
+# Matrices that are not hidden: they map from or to the vocabulary or the classes.
+_ENDS = r"(^|\.)(embedding|embeddings|embed|wte|wpe|head|lm_head|output|classifier|fc)\.weight$"
+_FRAME = r"(^|\.)outbound\.\d+\.frame_DK$"
+_TABLE = r"(^|\.)anchors\.\d+\."
+
+
+@dataclass(frozen=True)
+class Route:
+    """The decision for one parameter. `splits`: rows of the logical matrices fused in it, empty for one matrix."""
+
+    name: str
+    parameter: nn.Parameter
+    rule: Rule
+    lr: float
+    splits: tuple[int, ...] = ()
+
+
+def route(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    adamw_lr: float,
+    frame_lr: float,
+    fused: Mapping[str, Sequence[int]] | None = None,
+    mirrors: Iterable[str] = (),
+    free_frames: bool = False,
+    adamw: Sequence[str] = (),
+) -> list[Route]:
+    """Decide the rule of every parameter.
+
+    Hidden matrices (two dimensions or more, neither embedding nor head) go to Muon; frames to SPEL; everything else
+    to AdamW. Mirrors follow their owner on another stage and are stepped by nobody here.
+
+    Args:
+        fused: row counts of the logical matrices in a fused projection, by parameter name (or its end after a dot).
+        mirrors: names of parameters that follow an owner.
+        free_frames: frames learn without a constraint, by AdamW at `frame_lr`.
+        adamw: further patterns (regular expressions, searched in names) of matrices that AdamW shall train.
+
+    Raises:
+        ConfigError: a pattern or a fused name that matches nothing, or splits that do not add up.
+    """
+    parameters = list(named_parameters)
+    _check_patterns(adamw, [name for name, _ in parameters])
+    followers = set(mirrors)
+    routes = []
+    for name, parameter in parameters:
+        splits: tuple[int, ...] = ()
+        if name in followers:
+            rule, rate = "mirror", 0.0
+        elif not parameter.requires_grad:
+            rule, rate = "frozen", 0.0
+        elif re.search(_FRAME, name):
+            rule, rate = ("adamw" if free_frames else "spel"), frame_lr
+        elif parameter.dim() < 2 or any(re.search(pattern, name) for pattern in (_ENDS, _TABLE, *adamw)):
+            rule, rate = "adamw", adamw_lr
+        else:
+            rule, rate = "muon", lr
+            splits = _splits(name, parameter, fused or {})
+        routes.append(Route(name, parameter, rule, rate, splits))  # type: ignore[arg-type]
+    return routes
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float = 0.02,
+    *,
+    adamw_lr: float | None = None,
+    frame_lr: float | None = None,
+    adamw: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Return optimizer groups for `model`, every parameter in exactly one; each group names its `rule` and `names`.
+
+    Rates default to MAPL's: AdamW 0.5 `lr`, frames 0.1 `lr`. Fused projections are taken from the model's
+    `fused_splits()` where it has one. See `route` for the rules and errors, `describe` for the table.
+    """
+    splits: Mapping[str, Sequence[int]] = getattr(model, "fused_splits", dict)()
+    routes = route(
+        model.named_parameters(),
+        lr=lr,
+        adamw_lr=0.5 * lr if adamw_lr is None else adamw_lr,
+        frame_lr=0.1 * lr if frame_lr is None else frame_lr,
+        fused=splits,
+        adamw=adamw,
+    )
+    return groups(routes)
+
+
+def groups(routes: Iterable[Route]) -> list[dict[str, Any]]:
+    """Gather routes into optimizer groups, one per rule and rate. Parameters that nobody steps are left out."""
+    gathered: dict[tuple[str, float], dict[str, Any]] = {}
+    for one in routes:
+        if one.rule in ("mirror", "frozen"):
+            continue
+        group = gathered.setdefault(
+            (one.rule, one.lr),
+            {"params": [], "names": [], "splits": [], "rule": one.rule, "lr": one.lr, "base_lr": one.lr},
+        )
+        group["params"].append(one.parameter)
+        group["names"].append(one.name)
+        group["splits"].append(one.splits)
+    return list(gathered.values())
+
+
+def describe(routes: Iterable[Route]) -> list[dict[str, Any]]:
+    """The start-up table: one row `parameter | shape | rule | lr` per parameter."""
+    return [
+        {
+            "parameter": one.name,
+            "shape": " x ".join(map(str, one.parameter.shape)),
+            "rule": one.rule + (f" ({len(one.splits)} matrices)" if one.splits else ""),
+            "lr": one.lr,
+        }
+        for one in routes
+    ]
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(f"pattern {pattern!r} for AdamW", "patterns that match a parameter")
+
+
+def _splits(name: str, parameter: nn.Parameter, fused: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    for suffix, rows in fused.items():
+        if name == suffix or name.endswith(f".{suffix}"):
+            if sum(rows) != parameter.shape[0]:
+                raise ConfigError(f"splits {tuple(rows)} of {name}", f"row counts that add up to {parameter.shape[0]}")
+            return tuple(rows)
+    return ()

@@ -1,0 +1,115 @@
+"""Muon: momentum, orthogonalised (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks").
+
+    m <- beta m + (1 - beta) g
+    u  = (1 - beta) g + beta m        with Nesterov, else m
+    W <- (1 - lr wd) W - lr sqrt(max(1, O / I)) polar(u)
+
+Each logical matrix is orthogonalised alone: fused projections are cut into their parts, convolution filters are
+viewed as (O, I * kh * kw). Matrices of one shape go through the iteration in one batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.polar import POLAR_EXPRESS, Coefficients, polar
+
+
+def logical_matrices(tensor: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
+    """View a weight (or what belongs to it) as the matrices it consists of: `(O, I)` each.
+
+    `splits` are the row counts of fused matrices; further dimensions (convolutions) count as input.
+    """
+    flat = tensor.flatten(1)
+    return list(flat.split(list(splits))) if splits else [flat]
+
+
+def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients = POLAR_EXPRESS) -> list[Tensor]:
+    """Return the polar factor of each matrix; those of equal shape are computed together."""
+    by_shape: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
+    for i, matrix in enumerate(matrices):
+        by_shape[matrix.shape, matrix.device].append(i)
+    result: list[Tensor] = [torch.empty(0)] * len(matrices)
+    for indices in by_shape.values():
+        for i, factor in zip(indices, polar(torch.stack([matrices[i] for i in indices]), coefficients), strict=True):
+            result[i] = factor
+    return result
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices, one process.
+
+    Args:
+        params: weights of two dimensions or more, or groups of them, as `param_groups` makes them (`splits` in a group
+            gives the row counts of fused matrices, one tuple per parameter).
+        lr: step in spectral norm; a square matrix moves by `lr` in every direction it moves in.
+        momentum: beta.
+        weight_decay: decoupled.
+        coefficients: of the polar iteration.
+
+    `p.grad` is read only, parameters without a gradient do not move. Momentum is kept in float32.
+
+    Raises:
+        ConfigError: a negative rate, a momentum outside [0, 1), or a parameter of fewer than two dimensions.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        coefficients: Coefficients = POLAR_EXPRESS,
+    ) -> None:
+        if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0:
+            raise ConfigError(
+                f"Muon with lr={lr}, momentum={momentum}, weight_decay={weight_decay}",
+                "lr and weight_decay of 0 or more, momentum in [0, 1)",
+            )
+        self.coefficients = coefficients
+        super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            group.setdefault("splits", [() for _ in group["params"]])
+            for p in group["params"]:
+                if p.dim() < 2:
+                    raise ConfigError(f"Muon for a shape {tuple(p.shape)}", "two dimensions or more", "use AdamW")
+                self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        moving = [(p, splits) for p, splits in zip(group["params"], group["splits"], strict=True) if p.grad is not None]
+        directions = [self._direction(p, group) for p, _ in moving]
+        matrices = [m for d, (_, splits) in zip(directions, moving, strict=True) for m in logical_matrices(d, splits)]
+        factors = iter(orthogonalise(matrices, self.coefficients))
+        for p, splits in moving:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            for weight in logical_matrices(p, splits):
+                rows, columns = weight.shape
+                weight.sub_(next(factors), alpha=group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+    def _direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """Update the momentum and return what is to be orthogonalised, float32."""
+        beta = group["momentum"]
+        gradient = p.grad
+        assert gradient is not None
+        momentum: Tensor = self.state[p]["momentum"]
+        momentum.lerp_(gradient.float(), 1 - beta)
+        return torch.lerp(gradient.float(), momentum, beta) if group["nesterov"] else momentum

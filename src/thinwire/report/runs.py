@@ -1,0 +1,137 @@
+"""Run folders, as a training run writes them: finished, still growing, or cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigError
+
+_REMEDY = "give the folder that `thinwire train` printed, as in runs/demo"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds.
+
+    `metrics` has one object per optimizer step and `evaluations` one per evaluation, both by rising step.
+    `summary` is empty until the run has ended.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.name
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run wrote its summary."""
+        return bool(self.summary)
+
+    @property
+    def codec(self) -> str:
+        """The boundary codec, "-" where none is recorded."""
+        return _recorded(self, "codec") or "-"
+
+    @property
+    def link(self) -> str | None:
+        """The emulated link in its text form, None where the run used its real connections."""
+        link = _recorded(self, "link")
+        return None if link in (None, "", "none") else link
+
+    def column(self, key: str) -> list[float]:
+        """`key` of every step; not-a-number where a step lacks it."""
+        return [number(step.get(key)) for step in self.metrics]
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run folder, leaving out a last line that is half there and what a run has not written yet.
+
+    A step that appears twice (the run was resumed from an earlier checkpoint) counts as it was done last.
+
+    Raises:
+        ConfigError: no run folder, or a file in it that cannot be read; names the path.
+    """
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"{path} is no folder", "a run folder", _REMEDY)
+    if not (folder / "config.json").is_file():
+        content = "has no config.json" if any(folder.iterdir()) else "is empty"
+        raise ConfigError(f"{path} {content}", "a run folder", _REMEDY)
+    return Run(
+        path=folder,
+        config=_read_object(folder / "config.json"),
+        metrics=_read_lines(folder / "metrics.jsonl"),
+        evaluations=_read_lines(folder / "evals.jsonl"),
+        summary=_read_object(folder / "summary.json") if (folder / "summary.json").exists() else {},
+    )
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its folder's, with the parents that it takes to tell equal ones apart."""
+    names = [run.name for run in runs]
+    longest = max((len(run.path.parts) for run in runs), default=0)
+    for depth in range(2, longest + 1):
+        repeated = {name for name in names if names.count(name) > 1}
+        names = [
+            str(Path(*run.path.parts[-depth:])) if name in repeated else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    return names
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    return _parsed(_text(file), str(file))
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    *lines, unfinished = _text(file).split("\n")
+    steps = [_parsed(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    with contextlib.suppress(ConfigError):  # the run is writing this line, or died while it did
+        steps += [_parsed(unfinished, str(file))] if unfinished.strip() else []
+    by_step = {number(step.get("step")): step for step in steps}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", remedy=_REMEDY) from error
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error})", remedy="remove this run or restore the file") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} holds a {type(value).__name__}", "a JSON object")
+    return value
+
+
+def number(value: object) -> float:
+    """`value` as a float, not-a-number when it is none."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _recorded(run: Run, key: str) -> str | None:
+    """A setting from the summary or, before there is one, from wherever the configuration has it."""
+    for holder in (run.summary, run.config, *run.config.values()):
+        if isinstance(holder, dict) and key in holder:
+            value = holder[key]
+            return str(value.get("name", "-")) if isinstance(value, dict) else None if value is None else str(value)
+    return None
