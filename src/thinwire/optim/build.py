@@ -37,7 +37,30 @@ def build_optimizers(
         optimizers.append(torch.optim.AdamW(made["adamw"], betas=betas, eps=1e-10, weight_decay=0.0))
     if "spel" in made:
         optimizers.append(Spel(made["spel"], momentum=frame_momentum))
+    for optimizer in optimizers:
+        _create_state(optimizer)
     return optimizers
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create all state now, not at the first step, so that a checkpoint has the same tensors at any time.
+
+    One step with zero gradients and zero rates moves nothing; what it counted is zeroed.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p in parameters:
+        p.grad = None
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay, floor: float = 0.0) -> float:

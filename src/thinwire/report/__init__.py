@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thinwire.report.picture import comparison_picture
 from thinwire.report.runs import Run, load_run
+from thinwire.report.show import show
 from thinwire.report.table import comparison_rows, comparison_table
 
-__all__ = ["Run", "comparison_picture", "comparison_rows", "comparison_table", "load_run"]
+__all__ = ["Run", "comparison_picture", "comparison_rows", "comparison_table", "load_run", "show"]

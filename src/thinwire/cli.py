@@ -1,0 +1,189 @@
+"""The `thinwire` command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire import __version__
+from thinwire.errors import ConfigError, ThinwireError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 2 wrong configuration, 3 a peer or the network failed."""
+    from thinwire.train.launch import report_errors
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return report_errors(lambda: _dispatch(words))
+    except KeyboardInterrupt:
+        print("thinwire: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return
+    if words[0] in ("-V", "--version"):
+        print(__version__)
+        return
+    if words[0] not in _COMMANDS:
+        near = difflib.get_close_matches(words[0], _COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "see thinwire --help"
+        raise ConfigError(f"command {words[0]!r}", ", ".join(_COMMANDS), hint)
+    _COMMANDS[words[0]](words[1:])
+
+
+def _help() -> str:
+    lines = [f"thinwire {__version__}: trains neural networks over thin wires", "", "usage: thinwire COMMAND ...", ""]
+    for name, function in _COMMANDS.items():
+        lines.append(f"  {name:9} {(function.__doc__ or '').strip().splitlines()[0]}")
+    return "\n".join([*lines, "", "thinwire COMMAND --help tells more."])
+
+
+# --- train -----------------------------------------------------------------------------------------------------
+
+
+def _train(words: list[str]) -> None:
+    """Train a recipe: thinwire train RECIPE [--section.field value]."""
+    from thinwire.train import recipes
+    from thinwire.train.launch import train
+
+    if not words or words[0].startswith("-"):
+        listing = "\n".join(f"  {name:18} {text}" for name, text in recipes.describe())
+        print(f"usage: thinwire train RECIPE [--section.field value]\n\nrecipes:\n{listing}\n")
+        if not words or words[0] not in ("-h", "--help"):
+            raise ConfigError("no recipe", ", ".join(recipes.names()), "name one")
+        print("thinwire train RECIPE --help lists all fields.")
+        return
+    train(parse_config(recipes.get(words[0]), words[1:]))
+
+
+def parse_config(default: Any, words: Sequence[str]) -> Any:
+    """Return `default` with the fields that `words` override (`--section.field value`).
+
+    Raises:
+        ConfigError: an unknown field (with the nearest known one) or a value of the wrong kind, in one line.
+    """
+    import tyro
+
+    flags = _flags(default)
+    for word in words:
+        name = word[2:].split("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in flags and name not in ("help", ""):
+            near = difflib.get_close_matches(name, flags, 1)
+            hint = f"did you mean --{near[0]}?" if near else "thinwire train RECIPE --help lists all fields"
+            raise ConfigError(f"field {word.split('=')[0]}", "--section.field of the configuration", hint)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(type(default), default=default, args=list(words), prog="thinwire train RECIPE")
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        text = re.sub(r"[\u2500-\u257f]+", " ", captured.getvalue())
+        raise ConfigError(" ".join(text.split()), remedy="thinwire train RECIPE --help lists all fields") from None
+
+
+def _flags(config: Any, prefix: str = "") -> set[str]:
+    """All flags of a configuration, without dashes in front; booleans have a --no- form too."""
+    found = set()
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        name = prefix + entry.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            found |= _flags(value, f"{name}.")
+        else:
+            found.add(name)
+            if isinstance(value, bool):
+                found.add(f"{prefix}no-{entry.name.replace('_', '-')}")
+    return found
+
+
+# --- the rest --------------------------------------------------------------------------------------------------
+
+
+def _demo(words: list[str]) -> None:
+    """Train twice over an emulated home connection, uncompressed and with MAPL at 8x, and compare."""
+    parser = _parser("demo", _demo)
+    parser.add_argument("--folder", default="runs/demo", help="where the runs and the picture go")
+    parser.add_argument("--steps", type=int, default=0, help="steps of each run (default: the recipe's)")
+    given = _parse(parser, words)
+    from thinwire.train.demo import demo
+
+    demo(given.folder, given.steps)
+
+
+def _eval(words: list[str]) -> None:
+    """Evaluate a run's last checkpoint on held-out text, in one process."""
+    parser = _parser("eval", _eval)
+    parser.add_argument("run", help="a run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = _parse(parser, words)
+    import json
+
+    from thinwire.train.restore import evaluate
+
+    result = evaluate(Path(given.run))
+    print(json.dumps(result) if given.json else "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+
+
+def _generate(words: list[str]) -> None:
+    """Continue a prompt with a run's last checkpoint: thinwire generate RUN "prompt"."""
+    parser = _parser("generate", _generate)
+    parser.add_argument("run", help="a run folder")
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
+    parser.add_argument("--seed", type=int, default=0)
+    given = _parse(parser, words)
+    from thinwire.train.restore import generate
+
+    print(generate(Path(given.run), given.prompt, given.tokens, given.temperature, given.seed))
+
+
+def _report(words: list[str]) -> None:
+    """Compare runs: a table here, and one picture of loss over tokens, time and bytes."""
+    parser = _parser("report", _report)
+    parser.add_argument("runs", nargs="+", help="run folders; the first is the reference of the speed-up")
+    parser.add_argument("--picture", default="report.png", help="where the picture goes")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the table")
+    given = _parse(parser, words)
+    from thinwire.report import show
+
+    show([Path(run) for run in given.runs], Path(given.picture), as_json=given.json)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message, remedy=f"see {self.prog} --help")
+
+
+def _parser(name: str, function: Callable[[list[str]], None]) -> argparse.ArgumentParser:
+    return _Parser(prog=f"thinwire {name}", description=(function.__doc__ or "").strip())
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    return parser.parse_args(words)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "demo": _demo,
+    "train": _train,
+    "eval": _eval,
+    "generate": _generate,
+    "report": _report,
+}
+
+__all__ = ["ThinwireError", "main", "parse_config"]

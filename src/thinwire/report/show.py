@@ -1,0 +1,29 @@
+"""What `thinwire report` shows: the table on the terminal and one picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.report.picture import comparison_picture
+from thinwire.report.runs import load_run
+from thinwire.report.table import comparison_rows, comparison_table
+
+
+def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> None:
+    """Print the comparison of run folders and write its picture.
+
+    Raises:
+        ConfigError: a folder that is no run.
+    """
+    from rich.console import Console
+
+    runs = [load_run(folder) for folder in folders]
+    comparison_picture(runs, picture)
+    if as_json:
+        print(json.dumps(comparison_rows(runs), indent=2))
+        return
+    console = Console()
+    console.print(comparison_table(runs))
+    console.print(f"picture: {picture}", highlight=False)

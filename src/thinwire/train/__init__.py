@@ -1,0 +1,1 @@
+"""Running and measuring: configuration, recipes, the loop, checkpoints, metrics."""

@@ -1,0 +1,132 @@
+"""From a configuration to what trains: data, this process's stages, engine and optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thinwire.data import TokenData, prepare
+from thinwire.errors import ConfigError
+from thinwire.link import Link
+from thinwire.models import Llama
+from thinwire.optim import Route, build_optimizers, route
+from thinwire.pipeline import Engine, Pipeline, Stage, Sync, Twin, split
+from thinwire.pipeline.engine import LossFunction
+from thinwire.pipeline.orders import stage_rank
+from thinwire.train.config import Config
+from thinwire.train.place import Place
+from thinwire.wire import Ledger
+
+IGNORED = -100  # a target that does not count
+
+
+@dataclass
+class Parts:
+    """What a process of a run works with."""
+
+    data: TokenData
+    stages: list[Stage]
+    ledger: Ledger
+    engine: Engine
+    routes: list[Route]
+    optimizers: list[torch.optim.Optimizer]
+
+
+def load_data(config: Config) -> TokenData:
+    """Tokenise, or map what is cached. Checks that the vocabulary is the model's."""
+    return prepare(config.data.source, config.llama.vocab_size, text_column=config.data.text_column)
+
+
+def ranks_of_stages(config: Config) -> dict[int, int]:
+    """The rank of every stage, also for the twin, which bills what a real pipeline would send."""
+    if config.pipeline.stages == 1:
+        return {0: 0}
+    return stage_rank(config.pipeline.schedule, config.pipeline.ranks, config.pipeline.per_rank)
+
+
+def loss_function(scale: float) -> LossFunction:
+    """Cross-entropy summed over the targets that count, times `scale`: microbatches and stages add up to the mean."""
+
+    def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        flat = logits_BTV.flatten(0, -2).float()
+        return scale * F.cross_entropy(flat, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    return loss
+
+
+def build_stages(config: Config, place: Place) -> list[Stage]:
+    """Return this process's stages, alive and initialised; no others ever take memory."""
+    with torch.device("meta"):
+        model = Llama(config.llama)
+    pipe = config.pipeline
+    stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
+    placed = ranks_of_stages(config)
+    mine = [stage for stage in stages if place.group is None or placed[stage.index] == place.rank]
+    for stage in mine:
+        stage.to_empty(device=place.device)
+        stage.init_weights(config.train.seed)
+    return mine
+
+
+def build(config: Config, place: Place) -> Parts:
+    """Build everything for this process."""
+    data = load_data(config)
+    stages = build_stages(config, place)
+    ledger = Ledger()
+    placed = ranks_of_stages(config)
+    link = Link.parse(config.pipeline.link) if place.group is not None else None
+    for stage in stages:
+        stage.connect(ledger, link, placed)
+    sync = Sync(stages, placed, ledger, place.group)
+    engine = _engine(config, place, stages, sync)
+    routes = _routes(config, stages, sync)
+    optim = config.optim
+    optimizers = build_optimizers(
+        routes, momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
+    )
+    return Parts(data, stages, ledger, engine, routes, optimizers)
+
+
+def _engine(config: Config, place: Place, stages: list[Stage], sync: Sync) -> Engine:
+    pipe, loss = config.pipeline, loss_function(1 / config.tokens_per_step)
+    if config.model.dtype == "bf16":
+        for stage in stages:
+            _autocast(stage)
+    if place.group is None:
+        return Twin(stages, sync, pipe.microbatches, loss)
+    return Pipeline(
+        stages, sync, schedule=pipe.schedule, num_microbatches=pipe.microbatches, shape=config.microbatch_shape,
+        loss=loss, device=place.device, group=place.group,
+    )  # fmt: skip
+
+
+def _autocast(stage: Stage) -> None:
+    """Let the layers (not the codec's ends) compute in bfloat16 and hand out float32."""
+    forward = stage.model.forward
+
+    def in_bf16(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            output: Tensor = forward(x)
+        return output.float()
+
+    stage.model.forward = in_bf16
+
+
+def _routes(config: Config, stages: list[Stage], sync: Sync) -> list[Route]:
+    optim = config.optim
+    named = [(name, p) for stage in stages for name, p in stage.named_parameters()]
+    fused = {name: rows for stage in stages for name, rows in stage.model.fused_splits().items()}  # type: ignore[operator]
+    if not named:
+        raise ConfigError("a process without parameters", "a layer per stage", "use fewer stages")
+    return route(
+        named,
+        lr=optim.lr,
+        adamw_lr=optim.adamw_ratio * optim.lr,
+        frame_lr=optim.frame_ratio * optim.lr,
+        fused=fused,
+        mirrors=sync.mirrors(),
+        free_frames=config.codec.name == "free",
+    )

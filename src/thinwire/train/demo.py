@@ -1,0 +1,27 @@
+"""The demonstration: one model, one text, one seed, one budget, two wires."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.train import recipes
+from thinwire.train.launch import train
+
+RECIPES = ("demo-uncompressed", "demo-mapl")
+
+
+def demo(folder: str, steps: int = 0) -> list[Path]:
+    """Train both recipes under `folder`, replacing what an earlier demonstration left; returns the run folders.
+
+    Args:
+        steps: of each run; 0: the recipe's.
+    """
+    runs = []
+    for name in RECIPES:
+        config = replace(recipes.get(name), folder=folder, overwrite=True)
+        if steps:
+            config = replace(config, train=replace(config.train, steps=steps))
+        train(config)
+        runs.append(Path(folder) / name)
+    return runs

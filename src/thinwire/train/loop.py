@@ -1,0 +1,205 @@
+"""The training loop, the same in every process of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.optim import clip_gradients, gradient_square_sum, lr_factor, set_lr
+from thinwire.pipeline import frames
+from thinwire.stiefel import orthogonality_error
+from thinwire.train import checkpoint
+from thinwire.train.build import build
+from thinwire.train.config import Config, layout_digest, to_dict
+from thinwire.train.evaluate import Validation
+from thinwire.train.metrics import Journal, TrafficMeter, write_atomically
+from thinwire.train.place import Place
+from thinwire.train.summary import routing_table, summarise
+
+_MAX_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
+
+
+class Trainer:
+    """One process's part of a run."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config, self.place = config, place
+        self.run = Path(config.folder) / config.name
+        self.parts = build(config, place)
+        self.engine = self.parts.engine
+        self.batches = self._batches()
+        self.validation = Validation(config, self.parts.data, place)
+        self.meter = TrafficMeter(self.parts.ledger)
+        self.journal = Journal(self.run, place, config.name, config.train.steps, config.tokens_per_step)
+        self.parameters = [p for stage in self.parts.stages for p in stage.parameters()]
+        self.step = 0
+        self.skipped = 0
+        self.elapsed_s = 0.0
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step; returns the summary (on the main process; elsewhere an empty one).
+
+        Raises:
+            ConfigError: the loss is not finite for ten steps in a row, or a checkpoint does not fit.
+        """
+        train = self.config.train
+        self._prepare_folder()
+        self._begin()
+        self.journal.open(self.step, routing_table(self.parts.routes, self.place))
+        evaluation: dict[str, float] = {}
+        try:
+            while self.step < train.steps:
+                self._train_step()
+                done = self.step == train.steps
+                if done or _due(self.step, train.eval_every):
+                    evaluation = self._evaluate()
+                if done or _due(self.step, train.checkpoint_every):
+                    self._save()
+        finally:
+            self.journal.close()
+        evaluation = evaluation or self.validation.run(self.engine)
+        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation)
+
+    def _batches(self) -> Any:
+        return self.parts.data.batches(self.config.model.seq_len, self.config.train.batch_size, self.config.train.seed)
+
+    # --- the start ---------------------------------------------------------------------------------------------
+
+    def _prepare_folder(self) -> None:
+        if self.place.is_main:
+            if self.config.overwrite:
+                shutil.rmtree(self.run, ignore_errors=True)
+            self.run.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.run / "config.json", json.dumps(to_dict(self.config), indent=2))
+        if self.place.group is not None:
+            dist.barrier(self.place.group)
+
+    def _begin(self) -> None:
+        """Resume, or initialise the frames from the first batch; either way every mirror gets its owner's value."""
+        newest = checkpoint.latest(self.run) if self.config.resume else None
+        if newest is None:
+            first = self._batches().next()
+            self.engine.start(first[:, :-1].contiguous().to(self.place.device))
+        else:
+            self._resume(newest)
+        self.meter.read()
+
+    def _resume(self, path: Path) -> None:
+        state = checkpoint.read_state(path)
+        checkpoint.check_resumable(path, state, layout_digest(self.config), self.parts.data.digest)
+        values = self._tensors()
+        checkpoint.load(path, values, self.place)
+        torch.set_rng_state(values[f"rng/{self.place.rank}"])
+        self.batches.load_state_dict(state["data"])
+        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self.engine.sync.publish(everything=True)
+
+    # --- a step ------------------------------------------------------------------------------------------------
+
+    def _train_step(self) -> None:
+        config = self.config
+        self.engine.activity.step = self.step + 1
+        seconds: dict[str, float] = {"sync_s": 0.0}
+        began = time.perf_counter()
+        batch: Tensor = self._timed(seconds, "data_s", "reading data", self.batches.next).to(self.place.device)
+        loss = torch.zeros((), device=self.place.device)
+        for chunk in batch.chunk(config.train.accumulation):
+            part = self.engine.step(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
+            loss = loss if part is None else loss + part
+        self._timed(seconds, "sync_s", "bringing shared gradients together", self.engine.sync.collect)
+        total, norm = self._agree(loss)
+        factor = lr_factor(self.step, config.train.steps, warmup=config.optim.warmup_steps, decay=config.optim.decay)
+        self._timed(seconds, "optimizer_s", "the optimizer's step", lambda: self._update(total, norm, factor))
+        self._timed(seconds, "sync_s", "sending shared tensors", self.engine.sync.publish)
+        self.step += 1
+        seconds["step_s"] = time.perf_counter() - began
+        self.elapsed_s += seconds["step_s"]
+        record = {
+            "step": self.step, "tokens": self.step * config.tokens_per_step, "loss": total,
+            "lr": factor * config.optim.lr, "grad_norm": norm, "skipped": self.skipped > 0,
+        }  # fmt: skip
+        self.journal.step(self.meter.read() | seconds | self._compute_seconds() | self._orthogonality(), record)
+
+    def _agree(self, loss: Tensor) -> tuple[float, float]:
+        """One sum over the stages gives every rank the loss and the norm of the whole model's gradient."""
+        sums = torch.stack([loss.double().cpu(), gradient_square_sum(self.parameters)]).to(self.place.device)
+        if self.place.group is not None:
+            self.engine.activity.set("adding up the loss", None, None)
+            dist.all_reduce(sums, group=self.place.group)
+        return float(sums[0]), math.sqrt(float(sums[1]))
+
+    def _update(self, loss: float, norm: float, factor: float) -> None:
+        """Step, or skip on every rank alike where loss or gradient is not finite: no state is touched then."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.skipped = 0
+            if self.config.optim.grad_clip:
+                clip_gradients(self.parameters, norm, self.config.optim.grad_clip)
+            set_lr(self.parts.optimizers, factor)
+            for optimizer in self.parts.optimizers:
+                optimizer.step()
+        else:
+            self.skipped += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.skipped == _MAX_SKIPPED:
+            raise ConfigError(
+                f"loss {loss} and gradient norm {norm} for {_MAX_SKIPPED} steps in a row", "finite ones",
+                f"lower optim.lr (now {self.config.optim.lr}) or warm up for longer",
+            )  # fmt: skip
+
+    def _timed(self, seconds: dict[str, float], key: str, doing: str, action: Callable[[], Any]) -> Any:
+        self.engine.activity.set(doing, None, None)
+        began = time.perf_counter()
+        result = action()
+        seconds[key] = seconds.get(key, 0.0) + time.perf_counter() - began
+        return result
+
+    def _compute_seconds(self) -> dict[str, float]:
+        activity = self.engine.activity
+        ports = [port for stage in self.parts.stages for port in stage.ports()]
+        waited_s = sum(port.waited_s for port in ports)
+        for port in ports:
+            port.waited_s = 0.0
+        return {"forward_s": activity.take("F"), "backward_s": activity.take("BIW"), "link_wait_s": waited_s}
+
+    def _orthogonality(self) -> dict[str, float]:
+        errors = [orthogonality_error(frame) for frame in frames(self.parts.stages).values()]
+        return {"orthogonality_error": max(errors, default=0.0)}
+
+    # --- evaluations and checkpoints -----------------------------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, float]:
+        self.journal.flush()
+        evaluation = self.validation.run(self.engine)
+        self._compute_seconds()  # none of it belongs to a step
+        tokens = self.step * self.config.tokens_per_step
+        self.journal.evaluation({"step": self.step, "tokens": tokens, **evaluation, "elapsed_s": self.elapsed_s})
+        return evaluation
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return checkpoint.tensors(self.parts.stages, self.engine.sync, self.parts.optimizers, self.place)
+
+    def _save(self) -> None:
+        self.journal.flush()
+        self.engine.activity.set("saving a checkpoint", None, None)
+        state = {
+            "step": self.step, "tokens": self.step * self.config.tokens_per_step, "elapsed_s": self.elapsed_s,
+            "data": self.batches.state_dict(), "data_digest": self.parts.data.digest,
+            "digest": layout_digest(self.config), "config": to_dict(self.config),
+        }  # fmt: skip
+        keep = self.config.train.keep_checkpoints
+        checkpoint.save(self.run, self.step, state, self._tensors(), self.place, keep=keep)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,98 @@
+"""Where a process stands: its rank, its group, its device."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from thinwire.errors import ConfigError, PeerError
+from thinwire.train.config import Config
+
+
+@dataclass(frozen=True)
+class Place:
+    """`group` is the pipeline's (axis `pp` of the mesh); None in one process."""
+
+    rank: int
+    world: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.rank == 0
+
+
+def under_launcher() -> bool:
+    """Whether a launcher such as torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(config: Config) -> Place:
+    """Join the run's other processes and lay out the mesh (axes `dp` and `pp`).
+
+    Raises:
+        ConfigError: the launcher started another number of processes than the pipeline needs.
+        PeerError: the others cannot be reached.
+    """
+    torch.set_num_threads(config.train.threads)
+    if config.pipeline.emulate or config.pipeline.stages == 1:
+        return Place(0, 1, _device(0))
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if world != config.pipeline.ranks:
+        raise ConfigError(
+            f"{world} processes for {config.pipeline.stages} stages with {config.pipeline.per_rank} per process",
+            f"{config.pipeline.ranks} processes",
+            f"start torchrun with --nproc-per-node so that nodes x processes = {config.pipeline.ranks}",
+        )
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=config.pipeline.timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(f"rank {rank} cannot meet the others at {address}: {one_line(error)}") from error
+    mesh = init_device_mesh(device.type, (1, world), mesh_dim_names=("dp", "pp"))
+    return Place(rank, world, device, mesh["pp"].get_group())
+
+
+def gather_json(value: Any, place: Place) -> list[Any]:
+    """Return every rank's `value`, by rank, on every rank. As JSON: no pickle crosses a wire."""
+    if place.group is None:
+        return [value]
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=place.device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place.device) for _ in range(place.world)]
+    dist.all_gather(sizes, torch.tensor([text.numel()], device=place.device), group=place.group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=place.device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - text.numel())), group=place.group)
+    return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
+
+
+def leave() -> None:
+    """Leave the process group, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An error's text on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,176 @@
+"""What a run amounts to: `summary.json`, every value measured, and the step time that the link model predicts."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from thinwire import __version__
+from thinwire.link import Link
+from thinwire.optim import Route, describe
+from thinwire.pipeline.orders import Action, schedule_actions
+from thinwire.plan import simulate
+from thinwire.train.build import Parts, ranks_of_stages
+from thinwire.train.config import Config
+from thinwire.train.metrics import write_atomically
+from thinwire.train.place import Place, gather_json
+from thinwire.wire import HEADER_BYTES
+
+_SETTLING_STEPS = 2  # the first steps open connections and fill caches; medians leave them out
+
+
+def summarise(
+    config: Config, place: Place, parts: Parts, records: Sequence[dict[str, Any]], evaluation: dict[str, float]
+) -> dict[str, Any]:
+    """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
+    stages = _gather(_stage_accounts(parts), place)
+    if not place.is_main:
+        return {}
+    steady = records[_SETTLING_STEPS:] or records
+    summary = {
+        **evaluation,
+        "params": sum(stage["params"] for stage in stages),
+        **_traffic(config, records),
+        "median_step_s": median(record["step_s"] for record in steady),
+        "predicted_step_s": predicted_step_s(config, stages, steady),
+        "link": config.pipeline.link,
+        "link_emulated": place.group is not None and Link.parse(config.pipeline.link) is not None,
+        "codec": _codec_name(config),
+        "orthogonality_error": max(record["orthogonality_error"] for record in records),
+        "train_tokens": len(records) * config.tokens_per_step,
+        "skipped_steps": sum(record["skipped"] for record in records),
+        "stages": stages,
+        "versions": {"thinwire": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": _commit(),
+        "command": shlex.join(["thinwire", *sys.argv[1:]]),
+        "seed": config.train.seed,
+    }
+    write_atomically(Path(config.folder) / config.name / "summary.json", json.dumps(summary, indent=2))
+    return summary
+
+
+def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> float:
+    """Step time of the link model: torch's order of actions, each stage's measured compute, the link's rate and delay.
+
+    The optimizer, reading data and the exchange of frames are added as they were measured or, for the exchange, as the
+    link would take.
+    """
+    pipe = config.pipeline
+    link = Link.parse(pipe.link)
+    forward_s = [stage["forward_s"] for stage in stages]
+    backward_s = [stage["backward_s"] for stage in stages]
+    batch, tokens = config.microbatch_shape
+    if pipe.stages == 1:
+        actions = {0: [Action(0, kind, i) for i in range(pipe.microbatches) for kind in "FB"]}
+        message_bytes = []
+    else:
+        actions = schedule_actions(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
+        wire_bytes = config.make_codec().wire_bytes((batch, tokens, config.llama.dim))
+        message_bytes = [wire_bytes] * (pipe.stages - 1)
+    timeline = simulate(
+        actions,
+        ranks_of_stages(config),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        message_bytes=message_bytes,
+        link=link,
+    )
+    rest_s: float = median(record["optimizer_s"] + record["data_s"] for record in records)
+    frame_bytes = max((stage["frame_bytes"] for stage in stages), default=0)
+    if link is not None and frame_bytes:
+        rest_s += 2 * link.transfer_s(frame_bytes + HEADER_BYTES)
+    return config.train.accumulation * timeline.step_s + rest_s
+
+
+def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
+    """The start-up table `parameter | shape | rule | lr` of the whole pipeline, as lines."""
+    rows = _gather(describe(routes), place)
+    if not place.is_main:
+        return []
+    width = max(len(row["parameter"]) for row in rows)
+    shapes = max(len(row["shape"]) for row in rows)
+    head = f"{'parameter':{width}} | {'shape':{shapes}} | {'rule':19} | lr"
+    lines = [f"{r['parameter']:{width}} | {r['shape']:{shapes}} | {r['rule']:19} | {r['lr']:g}" for r in rows]
+    return [head, "-" * len(head), *lines]
+
+
+def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Bytes per token and boundary between two ranks, and compression factors, over all steps of the run."""
+    ranks = ranks_of_stages(config)
+    boundaries = sum(ranks[p] != ranks[p + 1] for p in range(len(ranks) - 1))
+    tokens = boundaries * len(records) * config.tokens_per_step
+    result: dict[str, float | None] = {"compression_factor_dp": None, "bytes_per_token_sync": 0.0}
+    for way in ("fwd", "bwd"):
+        sync = sum(record[f"sync_bytes_{way}"] for record in records)
+        sent = sum(record[f"wire_bytes_{way}"] for record in records) + sync
+        result[f"bytes_per_token_{way}"] = sent / tokens if tokens else 0.0
+        result[f"compression_factor_{way}"] = 2 * config.llama.dim * tokens / sent if sent else None
+        result["bytes_per_token_sync"] += sync / tokens if tokens else 0.0  # type: ignore[operator]
+    return result
+
+
+def _stage_accounts(parts: Parts) -> list[dict[str, Any]]:
+    """Per stage of this process: sizes, medians of its compute, and the process's peak memory."""
+    mirrors = parts.engine.sync.mirrors()
+    accounts = []
+    for stage in parts.stages:
+        own = [p for name, p in stage.named_parameters() if name not in mirrors]
+        frame = next(
+            (p for name, p in stage.named_parameters() if name.startswith("outbound.") and p.requires_grad), None
+        )
+        held = {p.data_ptr(): p.numel() * p.element_size() for p in [*stage.parameters(), *stage.buffers()]}
+        accounts.append(
+            {
+                "stage": stage.index,
+                "params": sum(p.numel() for p in own),
+                "held_bytes": sum(held.values()),
+                "frame_bytes": 0 if frame is None else 4 * frame.numel(),
+                "max_in_flight": parts.engine.activity.max_in_flight.get(stage.index, 1),
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                **_compute_medians(parts, stage.index),
+            }
+        )
+    return accounts
+
+
+def _compute_medians(parts: Parts, index: int) -> dict[str, float]:
+    times = parts.engine.activity.durations_s
+    forward_s = median(times.get((index, "F"), [0.0]))
+    if (-1, "B") in times:  # the twin runs one backward pass through all stages
+        whole = median(sum(column) for column in zip(*(times[s.index, "F"] for s in parts.stages), strict=False))
+        return {"forward_s": forward_s, "backward_s": median(times[-1, "B"]) * forward_s / whole}
+    parted_s = sum(median(times[index, kind]) for kind in "IW" if times.get((index, kind)))
+    backward_s = median(times[index, "B"]) if times.get((index, "B")) else parted_s
+    return {"forward_s": forward_s, "backward_s": backward_s}
+
+
+def _gather(rows: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
+    """All ranks' rows, by stage where they have one."""
+    gathered = [row for part in gather_json(rows, place) for row in part]
+    return sorted(gathered, key=lambda row: row.get("stage", 0))
+
+
+def _codec_name(config: Config) -> str:
+    codec = config.make_codec()
+    rank = getattr(codec, "rank", None)
+    parts = [config.codec.name, f"K={rank}" if rank else "", config.codec.wire_format]
+    if config.codec.anchor_rank:
+        parts.append(f"anchors {config.codec.anchor_rank}")
+    return " ".join(part for part in parts if part)
+
+
+def _commit() -> str | None:
+    """The commit of the code in use, or None outside a checkout."""
+    where = Path(__file__).parent
+    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
