@@ -60,8 +60,13 @@ class Link:
         return self.occupancy_s(num_bytes) + self.latency_s
 
     def __str__(self) -> str:
-        rate = "inf" if math.isinf(self.bandwidth_bps) else f"{self.bandwidth_bps / 1e6:g}mbit"
-        return f"{rate},{self.latency_s * 1e3:g}ms"
+        rate = "inf" if math.isinf(self.bandwidth_bps) else f"{_plain(self.bandwidth_bps / 1e6)}mbit"
+        return f"{rate},{_plain(self.latency_s * 1e3)}ms"
+
+
+def _plain(number: float) -> str:
+    """Without an exponent, which `parse` does not read."""
+    return f"{number:.9f}".rstrip("0").rstrip(".")
 
 
 def _quantity(word: str, units: dict[str, float], whole: str) -> float:

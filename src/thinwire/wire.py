@@ -131,6 +131,14 @@ def new_carrier(header: Header, device: torch.device) -> tuple[Tensor, Tensor]:
     payload = carrier.view(torch.uint8)
     raw = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
     payload[:HEADER_BYTES] = raw.to(device)
+    size = header.layout
+    for start, stop in (
+        (size.ids_section.stop, size.codes_section.start),
+        (size.codes_section.stop, size.side_section.start),
+        (size.side_section.stop, size.total_bytes),
+    ):
+        if start < stop:
+            payload[start:stop] = 0  # padding, else it would carry whatever was in this memory
     return carrier, payload
 
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from thinwire.codecs.base import Anchors, Boundary, Codec, Decoder, Encoder
@@ -19,11 +18,24 @@ from thinwire.codecs.identity import Identity
 from thinwire.codecs.subspace import Subspace
 from thinwire.errors import ConfigError
 
+
+def _fixed(**options: Any) -> Codec:
+    return Subspace(frame="frozen", **options)
+
+
+def _free(**options: Any) -> Codec:
+    return Subspace(frame="free", **options)
+
+
+def _mapl(**options: Any) -> Codec:
+    return Subspace(frame="manifold", **options)
+
+
 _REGISTRY: dict[str, Callable[..., Codec]] = {
     "identity": Identity,
-    "mapl": Subspace,
-    "fixed": partial(Subspace, frame="frozen"),
-    "free": partial(Subspace, frame="free"),
+    "mapl": _mapl,
+    "fixed": _fixed,
+    "free": _free,
 }
 
 

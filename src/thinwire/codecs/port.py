@@ -7,7 +7,6 @@ the sender unpacks it. Both directions go through the same two methods of `Port`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +42,11 @@ class Port:
         self.crosses = crosses
         self.queue = LinkQueue(link) if link is not None and crosses else None
 
-    def pack(self, z_BTK: Tensor, ids_BT: Tensor | None, microbatch: int, dim: int) -> Tensor:
-        """Return a fresh carrier holding `z_BTK` (and ids, exactly), stamped with the time, and bill it."""
+    def pack(self, z_BTK: Tensor, ids_BT: Tensor | None, microbatch: int, dim: int, *, training: bool = True) -> Tensor:
+        """Return a fresh carrier holding `z_BTK` (and ids, exactly), stamped with the time, and bill it.
+
+        Outside training it is billed as evaluation.
+        """
         layout = self.codec.layout((z_BTK.size(0), z_BTK.size(1), dim))
         stamp = time.monotonic() if self.queue is not None else 0.0
         header = Header(self.codec.digest, self.boundary, self.outgoing, microbatch, layout, stamp)
@@ -52,10 +54,10 @@ class Port:
         write_ids(payload, layout, ids_BT)
         self.codec.number_format.write(z_BTK, payload[layout.codes_section], payload[layout.side_section])
         if self.crosses:
-            self.ledger.bill(self.boundary, self.outgoing, self._kind(), layout.total_bytes)
+            self.ledger.bill(self.boundary, self.outgoing, self._kind(training), layout.total_bytes)
         return carrier
 
-    def unpack(self, carrier: Tensor, microbatch: int) -> tuple[Tensor, Tensor | None]:
+    def unpack(self, carrier: Tensor, microbatch: int, dim: int) -> tuple[Tensor, Tensor | None]:
         """Return the float32 numbers `(B, T, K)` and the ids `(B, T)` of a carrier, once the link lets it arrive.
 
         Raises:
@@ -66,18 +68,23 @@ class Port:
         self._check(header, microbatch, where)
         self.wait_for_link(header.sent_at_s, payload.numel())
         layout = header.layout
+        expected = self.codec.layout((layout.rows, layout.tokens, dim))
+        if layout != expected:
+            raise WireError(f"{where}: header announces {layout}, expected {expected}")
         numbers = self.codec.number_format.read(payload[layout.codes_section], payload[layout.side_section])
-        return numbers.view(layout.rows, layout.tokens, -1), read_ids(payload, layout)
+        # In place: a view would forbid in-place operations on what autograd gets from here.
+        numbers.resize_(layout.rows, layout.tokens, self.codec.num_coordinates(dim))
+        return numbers, read_ids(payload, layout)
 
     def wait_for_link(self, sent_at_s: float, num_bytes: int) -> None:
         """Wait until the emulated link, if any, would have delivered a message stamped `sent_at_s` (0: no stamp)."""
         if self.queue is not None and sent_at_s:
             self.waited_s += wait_until(self.queue.arrival(sent_at_s, num_bytes))
 
-    def _kind(self) -> str:
+    def _kind(self, training: bool) -> str:
         if self.outgoing is Direction.BACKWARD:
             return "gradient"
-        return "activation" if torch.is_grad_enabled() else "evaluation"
+        return "activation" if training else "evaluation"
 
     def _check(self, header: Header, microbatch: int, where: str) -> None:
         for what, got, expected in (
@@ -95,15 +102,16 @@ class _Pack(torch.autograd.Function):
     """Coordinates to carrier; backward, the carrier of the gradient to the coordinates' gradient."""
 
     @staticmethod
-    def forward(ctx: Any, z_BTK: Tensor, ids_BT: Tensor | None, port: Port, microbatch: int, dim: int) -> Tensor:
-        ctx.port, ctx.microbatch, ctx.dtype = port, microbatch, z_BTK.dtype
-        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            return port.pack(z_BTK.detach(), ids_BT, microbatch, dim)
+    def forward(
+        ctx: Any, z_BTK: Tensor, ids_BT: Tensor | None, port: Port, microbatch: int, dim: int, training: bool
+    ) -> Tensor:
+        ctx.port, ctx.microbatch, ctx.dim, ctx.dtype = port, microbatch, dim, z_BTK.dtype
+        return port.pack(z_BTK, ids_BT, microbatch, dim, training=training)
 
     @staticmethod
     def backward(ctx: Any, *carriers: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, _ = ctx.port.unpack(carriers[0], ctx.microbatch)
-        return gradient.to(ctx.dtype), None, None, None, None
+        gradient, _ = ctx.port.unpack(carriers[0], ctx.microbatch, ctx.dim)
+        return gradient.to(ctx.dtype), None, None, None, None, None
 
 
 class _Unpack(torch.autograd.Function):
@@ -112,7 +120,7 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, port: Port, microbatch: int, dim: int) -> tuple[Tensor, Tensor | None]:
         ctx.port, ctx.microbatch, ctx.dim = port, microbatch, dim
-        z_BTK, ids_BT = port.unpack(carrier, microbatch)
+        z_BTK, ids_BT = port.unpack(carrier, microbatch, dim)
         if ids_BT is not None:
             ctx.mark_non_differentiable(ids_BT)
         return z_BTK, ids_BT
@@ -122,5 +130,15 @@ class _Unpack(torch.autograd.Function):
         return ctx.port.pack(gradients[0], None, ctx.microbatch, ctx.dim), None, None, None
 
 
-pack: Callable[..., Tensor] = _Pack.apply
-unpack: Callable[..., tuple[Tensor, Tensor | None]] = _Unpack.apply
+def pack(z_BTK: Tensor, ids_BT: Tensor | None, port: Port, microbatch: int, dim: int) -> Tensor:
+    """Return the carrier of coordinates `z_BTK`, a node of the graph whose gradient arrives as a carrier too."""
+    carrier: Tensor = _Pack.apply(  # type: ignore[no-untyped-call]
+        z_BTK, ids_BT, port, microbatch, dim, torch.is_grad_enabled()
+    )
+    return carrier
+
+
+def unpack(carrier: Tensor, port: Port, microbatch: int, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Return what a carrier holds: coordinates `(B, T, K)`, whose gradient leaves as a carrier, and the ids."""
+    received: tuple[Tensor, Tensor | None] = _Unpack.apply(carrier, port, microbatch, dim)  # type: ignore[no-untyped-call]
+    return received

@@ -63,10 +63,10 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay, floor: float = 0.0) -> float:
-    """The factor on every rate at `step` (0-based): linear warm-up, then one of the decays, to `floor`.
+def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay) -> float:
+    """The factor on every rate at `step` (0-based): linear warm-up, then one of the decays.
 
-    cosine: half a cosine from 1 to `floor`. wsd: constant, then linear over the last fifth. constant: 1.
+    cosine: half a cosine from 1 to 0. wsd: constant, then linear to 0 over the last fifth. constant: 1.
 
     Raises:
         ConfigError: unknown decay.
@@ -79,9 +79,9 @@ def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay, floor: 
         return 1.0
     if decay == "cosine":
         progress = (step - warmup) / max(1, total_steps - warmup)
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     left = (total_steps - step) / max(1, total_steps // 5)
-    return floor + (1 - floor) * min(1.0, max(0.0, left))
+    return min(1.0, max(0.0, left))
 
 
 def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:

@@ -16,6 +16,7 @@ Rule = Literal["muon", "adamw", "spel", "mirror", "frozen"]
 # Matrices that are not hidden: they map from or to the vocabulary or the classes.
 _ENDS = r"(^|\.)(embedding|embeddings|embed|wte|wpe|head|lm_head|output|classifier|fc)\.weight$"
 _FRAME = r"(^|\.)outbound\.\d+\.frame_DK$"
+_MIRROR = r"(^|\.)(inbound|sending)\.\d+\."
 _TABLE = r"(^|\.)anchors\.\d+\."
 
 
@@ -56,12 +57,15 @@ def route(
         ConfigError: a pattern or a fused name that matches nothing, or splits that do not add up.
     """
     parameters = list(named_parameters)
+    for suffix in fused or {}:
+        if not any(_is(name, suffix) for name, _ in parameters):
+            raise ConfigError(f"fused projection {suffix!r}", "names of parameters")
     _check_patterns(adamw, [name for name, _ in parameters])
     followers = set(mirrors)
     routes = []
     for name, parameter in parameters:
         splits: tuple[int, ...] = ()
-        if name in followers:
+        if name in followers or re.search(_MIRROR, name):
             rule, rate = "mirror", 0.0
         elif not parameter.requires_grad:
             rule, rate = "frozen", 0.0
@@ -89,7 +93,11 @@ def param_groups(
     Rates default to MAPL's: AdamW 0.5 `lr`, frames 0.1 `lr`. Fused projections are taken from the model's
     `fused_splits()` where it has one. See `route` for the rules and errors, `describe` for the table.
     """
-    splits: Mapping[str, Sequence[int]] = getattr(model, "fused_splits", dict)()
+    splits = {
+        f"{prefix}.{name}" if prefix else name: rows
+        for prefix, module in model.named_modules()
+        for name, rows in getattr(module, "fused_splits", dict)().items()
+    }
     routes = route(
         model.named_parameters(),
         lr=lr,
@@ -130,6 +138,10 @@ def describe(routes: Iterable[Route]) -> list[dict[str, Any]]:
     ]
 
 
+def _is(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
+
+
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
@@ -138,7 +150,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 def _splits(name: str, parameter: nn.Parameter, fused: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     for suffix, rows in fused.items():
-        if name == suffix or name.endswith(f".{suffix}"):
+        if _is(name, suffix):
             if sum(rows) != parameter.shape[0]:
                 raise ConfigError(f"splits {tuple(rows)} of {name}", f"row counts that add up to {parameter.shape[0]}")
             return tuple(rows)

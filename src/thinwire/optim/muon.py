@@ -42,6 +42,14 @@ def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients = POLAR
     return result
 
 
+def _check(lr: float, momentum: float, weight_decay: float) -> None:
+    if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0:
+        raise ConfigError(
+            f"Muon with lr={lr}, momentum={momentum}, weight_decay={weight_decay}",
+            "lr and weight_decay of 0 or more, momentum in [0, 1)",
+        )
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices, one process.
 
@@ -69,19 +77,28 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         coefficients: Coefficients = POLAR_EXPRESS,
     ) -> None:
-        if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0:
-            raise ConfigError(
-                f"Muon with lr={lr}, momentum={momentum}, weight_decay={weight_decay}",
-                "lr and weight_decay of 0 or more, momentum in [0, 1)",
-            )
         self.coefficients = coefficients
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            group.setdefault("splits", [() for _ in group["params"]])
-            for p in group["params"]:
-                if p.dim() < 2:
-                    raise ConfigError(f"Muon for a shape {tuple(p.shape)}", "two dimensions or more", "use AdamW")
-                self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its state is made at once, so that a checkpoint finds it."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check(group["lr"], group["momentum"], group["weight_decay"])
+        group.setdefault("splits", [() for _ in group["params"]])
+        for p in group["params"]:
+            if p.dim() < 2:
+                raise ConfigError(f"Muon for a shape {tuple(p.shape)}", "two dimensions or more", "use AdamW")
+            self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; torch would round the float32 momentum of bfloat16 parameters."""
+        super().load_state_dict(state_dict)
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for key, p in zip(keys, parameters, strict=True):
+            saved = state_dict["state"][key]["momentum"]
+            self.state[p]["momentum"] = saved.to(p.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -101,9 +118,9 @@ class Muon(torch.optim.Optimizer):
         factors = iter(orthogonalise(matrices, self.coefficients))
         for p, splits in moving:
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            for weight in logical_matrices(p, splits):
-                rows, columns = weight.shape
-                weight.sub_(next(factors), alpha=group["lr"] * max(1.0, rows / columns) ** 0.5)
+            parts = [next(factors) for _ in logical_matrices(p, splits)]
+            update = torch.cat([max(1.0, part.size(0) / part.size(1)) ** 0.5 * part for part in parts])
+            p.sub_(update.view(p.shape), alpha=group["lr"])
 
     def _direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum and return what is to be orthogonalised, float32."""

@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.polar import polar
 from thinwire.stiefel import orthogonality_error, project_tangent, retract
 
-_MAX_LR = 0.05  # beyond, A - lr d leaves the range in which the retraction is exact to 1e-6
+MAX_FRAME_LR = 0.05  # beyond, A - lr d leaves the range in which the retraction is exact to 1e-6
 
 
 def spel_step(frame_DK: Tensor, momentum_DK: Tensor, lr: float) -> Tensor:
@@ -42,15 +42,21 @@ class Spel(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
         for group in self.param_groups:
-            if not 0 <= group["lr"] <= _MAX_LR or not 0 <= group["momentum"] < 1:
+            if not 0 <= group["lr"] <= MAX_FRAME_LR or not 0 <= group["momentum"] < 1:
                 raise ConfigError(
                     f"frame lr {group['lr']} and momentum {group['momentum']}",
-                    f"lr in [0, {_MAX_LR}], momentum in [0, 1)",
+                    f"lr in [0, {MAX_FRAME_LR}], momentum in [0, 1)",
                     "frames take small steps: MAPL's are a tenth of the main rate",
                 )
             for p in group["params"]:
                 if p.dim() != 2 or p.dtype != torch.float32:
                     raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
+                if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:
+                    raise ConfigError(
+                        f"a frame {tuple(p.shape)} with orthogonality error {orthogonality_error(p):.1e}",
+                        "orthonormal columns",
+                        "start from random_frame",
+                    )
                 self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
@@ -69,7 +75,8 @@ class Spel(torch.optim.Optimizer):
     def _step(self, p: Tensor, lr: float, beta: float) -> None:
         momentum: Tensor = self.state[p]["momentum"]
         momentum.lerp_(project_tangent(p, p.grad), 1 - beta)  # type: ignore[arg-type]
-        p.copy_(spel_step(p, momentum, lr))
+        if lr:  # the retraction alone would move the last bits
+            p.copy_(spel_step(p, momentum, lr))
 
     def orthogonality_error(self) -> float:
         """The largest `max |A^T A - I|` over all frames."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -33,25 +34,31 @@ def balance_by_parameters(layer_sizes: Sequence[int], first: int, last: int, num
 
     Every stage gets at least one layer. Among the best cuts the one with the smallest sum of squares is taken.
     """
-    num_layers = len(layer_sizes)
     extra = [0] * num_stages
     extra[0] += first
     extra[-1] += last
     before = [0]
     for size in layer_sizes:
         before.append(before[-1] + size)
-    # best[n] = (largest stage, sum of squares, cuts) for the first stages over the first n layers
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+    bottleneck = _best_cut(before, extra, lambda largest, size: max(largest, size))[0]
+    return _best_cut(before, extra, lambda sum_, size: sum_ + size * size if size <= bottleneck else math.inf)[1]
+
+
+def _best_cut(
+    before: Sequence[int], extra: Sequence[int], cost: Callable[[float, int], float]
+) -> tuple[float, list[int]]:
+    """Return the least cost and its counts; `cost(so_far, size)` adds a stage and never decreases."""
+    num_layers, num_stages = len(before) - 1, len(extra)
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # layers so far -> cost, counts
     for stage in range(num_stages):
-        after: dict[int, tuple[int, int, list[int]]] = {}
-        for start, (largest, squares, counts) in best.items():
+        after: dict[int, tuple[float, list[int]]] = {}
+        for start, (so_far, counts) in best.items():
             for end in range(start + 1, num_layers - (num_stages - 1 - stage) + 1):
-                size = before[end] - before[start] + extra[stage]
-                candidate = (max(largest, size), squares + size * size, [*counts, end - start])
+                candidate = (cost(so_far, before[end] - before[start] + extra[stage]), [*counts, end - start])
                 if end not in after or candidate < after[end]:
                     after[end] = candidate
         best = after
-    return best[num_layers][2]
+    return best[num_layers]
 
 
 def layer_counts(model: Splittable, num_stages: int, balance: Sequence[int] | None = None) -> list[int]:

@@ -138,7 +138,7 @@ class Stage(nn.Module):
         z_BTK, ids_BT = unpack(received, self.receiver, microbatch, self.dim)
         with torch.autocast(z_BTK.device.type, enabled=False):
             x_BTD = self.decoder(z_BTK, ids_BT, self.own_anchors)
-        return self.model(x_BTD), ids_BT
+        return self.model(x_BTD.to(next(self.model.parameters()).dtype)), ids_BT
 
     def send(self, x_BTD: Tensor, ids_BT: Tensor | None, microbatch: int) -> Tensor:
         """Return the carrier of activations `(B, T, D)` for the next stage."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.codecs import Subspace
 from thinwire.errors import WireError
 from thinwire.pipeline.stage import Stage
 from thinwire.wire import Direction, Header, Layout, Ledger, new_carrier, open_carrier
@@ -24,12 +25,16 @@ _CODEC = int.from_bytes(b"sync", "little")
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor with an owner and a mirror, each a stage and a parameter name. Traffic is billed at `boundary`."""
+    """A tensor with an owner and a mirror, each a stage and a parameter name.
+
+    Traffic is billed at `boundary`. With `one_sided` the mirror has no gradient to send.
+    """
 
     kind: str
     boundary: int
     owner: tuple[int, str]
     mirror: tuple[int, str]
+    one_sided: bool = False
 
     def local(self, stage_rank: dict[int, int]) -> bool:
         """Whether owner and mirror live on one rank: then nothing is sent."""
@@ -43,9 +48,11 @@ def shared_tensors(stages: Sequence[Stage]) -> list[Shared]:
     if last == 0:
         return []
     shared = []
+    one_sided = isinstance(stage.codec, Subspace) and stage.codec.frame_gradient == "sender"
     for p in range(last):
         for name, _ in (stage.decoder if stage.is_last else stage.encoder).named_parameters():
-            shared.append(Shared("frame", p, (p, f"outbound.{p}.{name}"), (p + 1, f"inbound.{p}.{name}")))
+            ends = (p, f"outbound.{p}.{name}"), (p + 1, f"inbound.{p}.{name}")
+            shared.append(Shared("frame", p, *ends, one_sided))
     for p in range(1, last):
         for name, _ in stage.own_anchors.named_parameters() if stage.own_anchors is not None else ():
             shared.append(Shared("anchors", p, (p, f"anchors.{p}.{name}"), (p, f"sending.{p}.{name}")))
@@ -87,12 +94,12 @@ class Sync:
 
     def collect(self) -> None:
         """Add each mirror's gradient to its owner's and drop it. A missing gradient counts as zero."""
-        learning = [shared for shared in self.shared if self._learns(shared)]
+        learning = [shared for shared in self.shared if self._learns(shared) and not shared.one_sided]
         gradients = [self._gradient(shared) for shared in learning]
         arrived = self._exchange(learning, gradients, Direction.BACKWARD)
         for shared, gradient in zip(learning, arrived, strict=True):
             owner = self.parameters.get(shared.owner)
-            if owner is not None and gradient is not None:
+            if owner is not None and gradient is not None and (owner.grad is not None or bool(gradient.any())):
                 owner.grad = gradient if owner.grad is None else owner.grad + gradient
 
     def publish(self, *, everything: bool = False, boundary: int | None = None) -> None:

@@ -10,12 +10,10 @@ from typing import Any, Literal
 
 from thinwire import codecs
 from thinwire.codecs import Codec, Subspace
-from thinwire.codecs.formats import FORMATS
 from thinwire.errors import ConfigError
-from thinwire.link import Link
 from thinwire.models import SIZES, LlamaConfig
-from thinwire.optim.build import DECAYS, Decay
-from thinwire.pipeline.orders import check_schedule, stages_per_rank_of
+from thinwire.optim.build import Decay
+from thinwire.pipeline.orders import stages_per_rank_of
 from thinwire.wire import id_width
 
 
@@ -227,61 +225,6 @@ class Config:
         if isinstance(codec, Subspace) and codec.frame != "frozen":
             sent += 4 * dim * codec.rank + 48
         return messages * batch * tokens * dim * 2 / sent
-
-    def validate(self) -> None:
-        """Check everything that can be known before a process starts.
-
-        Raises:
-            ConfigError: what is wrong, what is allowed, what to do.
-        """
-        train, pipe = self.train, self.pipeline
-        for name, value, least in (
-            ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
-            ("train.accumulation", train.accumulation, 1), ("train.threads", train.threads, 1),
-            ("train.keep_checkpoints", train.keep_checkpoints, 1), ("train.eval_every", train.eval_every, 0),
-            ("train.checkpoint_every", train.checkpoint_every, 0), ("model.seq_len", self.model.seq_len, 1),
-            ("pipeline.stages", pipe.stages, 1), ("pipeline.microbatches", pipe.microbatches, 1),
-            ("data.val_tokens", self.data.val_tokens, 1), ("optim.warmup_steps", self.optim.warmup_steps, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise ConfigError(f"{name}={value}", f"{least} or more")
-        chunks = train.accumulation * pipe.microbatches
-        if train.batch_size % chunks:
-            raise ConfigError(
-                f"train.batch_size={train.batch_size} in {train.accumulation} accumulation steps of "
-                f"{pipe.microbatches} microbatches",
-                f"a multiple of {chunks}",
-            )
-        self._validate_names()
-        self._validate_pipeline()
-
-    def _validate_names(self) -> None:
-        if self.codec.name not in codecs.names():
-            raise ConfigError(f"codec.name={self.codec.name!r}", ", ".join(codecs.names()))
-        if self.codec.wire_format not in FORMATS:
-            raise ConfigError(f"codec.wire_format={self.codec.wire_format!r}", ", ".join(FORMATS))
-        if self.optim.decay not in DECAYS:
-            raise ConfigError(f"optim.decay={self.optim.decay!r}", ", ".join(DECAYS))
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ConfigError(f"name={self.name!r}", "a folder name without slashes", "set `folder` for another place")
-        if self.resume and self.overwrite:
-            raise ConfigError("resume and overwrite together", "one of them")
-
-    def _validate_pipeline(self) -> None:
-        pipe, llama = self.pipeline, self.llama
-        if pipe.stages > llama.num_layers:
-            raise ConfigError(
-                f"{pipe.stages} stages for a model of {llama.num_layers} layers", "a layer per stage or more"
-            )
-        if pipe.stages % pipe.per_rank:
-            raise ConfigError(
-                f"{pipe.stages} stages with {pipe.per_rank} per rank ({pipe.schedule})",
-                f"a multiple of {pipe.per_rank}",
-            )
-        if pipe.stages > 1:
-            check_schedule(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
-            self.make_codec().num_coordinates(llama.dim)
-        Link.parse(pipe.link)
 
 
 def _refuse_subspace_options(chosen: CodecConfig) -> None:

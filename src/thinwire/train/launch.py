@@ -15,6 +15,7 @@ from thinwire.train import checkpoint
 from thinwire.train.build import load_data, ranks_of_stages
 from thinwire.train.config import Config, from_dict, layout_digest, to_dict
 from thinwire.train.place import Place, join, leave, one_line, under_launcher
+from thinwire.train.validate import validate
 
 _WORKER_MODULE = "thinwire.train.loop"  # imported once, by the process from which workers are forked
 
@@ -25,7 +26,7 @@ def preflight(config: Config) -> None:
     Raises:
         ConfigError: settings, text, an existing run in the way, or a checkpoint that does not fit.
     """
-    config.validate()
+    validate(config)
     run = Path(config.folder) / config.name
     newest = checkpoint.latest(run)
     if config.resume and newest is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from thinwire.errors import ConfigError
-from thinwire.train.config import CodecConfig, Config, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from thinwire.train.config import CodecConfig, Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 
 _RECIPES: dict[str, Callable[[], Config]] = {}
 
@@ -45,9 +45,10 @@ def demo_uncompressed() -> Config:
     """Four stages over an emulated home connection, bf16 activations; the slow half of `make demo`."""
     return Config(
         model=ModelConfig(size="tiny", seq_len=128),
-        pipeline=PipelineConfig(stages=4, schedule="1F1B", microbatches=8, link="20mbit,20ms"),
+        data=DataConfig(val_tokens=16_384),
+        pipeline=PipelineConfig(stages=4, schedule="GPipe", microbatches=8, link="5mbit,10ms"),
         optim=OptimConfig(lr=0.02, warmup_steps=10),
-        train=TrainConfig(steps=60, batch_size=16, eval_every=20, checkpoint_every=0),
+        train=TrainConfig(steps=56, batch_size=16, eval_every=28, checkpoint_every=0),
     )
 
 

@@ -1,0 +1,94 @@
+"""What can be wrong with a configuration, found before any process starts."""
+
+from __future__ import annotations
+
+import math
+
+from thinwire import codecs
+from thinwire.codecs.formats import FORMATS
+from thinwire.errors import ConfigError
+from thinwire.link import Link
+from thinwire.optim.build import DECAYS
+from thinwire.optim.spel import MAX_FRAME_LR
+from thinwire.pipeline.orders import check_schedule
+from thinwire.train.config import Config
+
+
+def validate(config: Config) -> None:
+    """Check everything that can be known before a process starts.
+
+    Raises:
+        ConfigError: what is wrong, what is allowed, what to do.
+    """
+    train, pipe = config.train, config.pipeline
+    for name, value, least in (
+        ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
+        ("train.accumulation", train.accumulation, 1), ("train.threads", train.threads, 1),
+        ("train.keep_checkpoints", train.keep_checkpoints, 1), ("train.eval_every", train.eval_every, 0),
+        ("train.checkpoint_every", train.checkpoint_every, 0), ("model.seq_len", config.model.seq_len, 1),
+        ("pipeline.stages", pipe.stages, 1), ("pipeline.microbatches", pipe.microbatches, 1),
+        ("data.val_tokens", config.data.val_tokens, 1), ("optim.warmup_steps", config.optim.warmup_steps, 0),
+        ("train.seed", train.seed, 0), ("pipeline.stages_per_rank", pipe.stages_per_rank, 0),
+        ("codec.rank", config.codec.rank, 0), ("codec.anchor_rank", config.codec.anchor_rank, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ConfigError(f"{name}={value}", f"{least} or more")
+    _validate_rates(config)
+    chunks = train.accumulation * pipe.microbatches
+    if train.batch_size % chunks:
+        raise ConfigError(
+            f"train.batch_size={train.batch_size} in {train.accumulation} accumulation steps of "
+            f"{pipe.microbatches} microbatches",
+            f"a multiple of {chunks}",
+        )
+    _validate_names(config)
+    _validate_pipeline(config)
+
+
+def _validate_rates(config: Config) -> None:
+    optim = config.optim
+    for name, value, allowed in (
+        ("optim.lr", optim.lr, math.inf), ("optim.adamw_ratio", optim.adamw_ratio, math.inf),
+        ("optim.frame_ratio", optim.frame_ratio, math.inf), ("optim.weight_decay", optim.weight_decay, math.inf),
+        ("optim.grad_clip", optim.grad_clip, math.inf), ("codec.factor", config.codec.factor, math.inf),
+        ("optim.momentum", optim.momentum, 1.0), ("optim.frame_momentum", optim.frame_momentum, 1.0),
+    ):  # fmt: skip
+        if not 0 <= value < allowed:
+            raise ConfigError(f"{name}={value}", "0 or more" if math.isinf(allowed) else "0 or more, below 1")
+    if config.codec.name == "mapl" and optim.lr * optim.frame_ratio > MAX_FRAME_LR:
+        raise ConfigError(
+            f"frames' rate {optim.lr * optim.frame_ratio:g} (optim.lr x optim.frame_ratio)", f"up to {MAX_FRAME_LR}",
+            "lower optim.frame_ratio",
+        )  # fmt: skip
+    if not config.pipeline.timeout_s > 0 or math.isinf(config.pipeline.timeout_s):
+        raise ConfigError(f"pipeline.timeout_s={config.pipeline.timeout_s}", "seconds above 0")
+    if not 0 <= config.pipeline.port < 65_536:
+        raise ConfigError(f"pipeline.port={config.pipeline.port}", "0 (any free one) to 65535")
+
+
+def _validate_names(config: Config) -> None:
+    if config.codec.name not in codecs.names():
+        raise ConfigError(f"codec.name={config.codec.name!r}", ", ".join(codecs.names()))
+    if config.codec.wire_format not in FORMATS:
+        raise ConfigError(f"codec.wire_format={config.codec.wire_format!r}", ", ".join(FORMATS))
+    if config.optim.decay not in DECAYS:
+        raise ConfigError(f"optim.decay={config.optim.decay!r}", ", ".join(DECAYS))
+    if not config.name or "/" in config.name or config.name.startswith("."):
+        raise ConfigError(f"name={config.name!r}", "a folder name without slashes", "set `folder` for another place")
+    if config.resume and config.overwrite:
+        raise ConfigError("resume and overwrite together", "one of them")
+
+
+def _validate_pipeline(config: Config) -> None:
+    pipe, llama = config.pipeline, config.llama
+    if pipe.stages > llama.num_layers:
+        raise ConfigError(f"{pipe.stages} stages for a model of {llama.num_layers} layers", "a layer per stage or more")
+    if pipe.stages % pipe.per_rank:
+        raise ConfigError(
+            f"{pipe.stages} stages with {pipe.per_rank} per rank ({pipe.schedule})",
+            f"a multiple of {pipe.per_rank}",
+        )
+    if pipe.stages > 1:
+        check_schedule(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
+        config.make_codec().num_coordinates(llama.dim)
+    Link.parse(pipe.link)

@@ -1,0 +1,234 @@
+"""A pipeline computes what one process computes: every schedule, losses and all gradients, frames included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from tests.distributed.harness import run_ranks
+from thinwire import codecs
+from thinwire.models import Llama, LlamaConfig
+from thinwire.optim import build_optimizers, route
+from thinwire.pipeline import Pipeline, Stage, Sync, Twin, split
+from thinwire.pipeline.orders import SCHEDULES, stage_rank, stages_per_rank_of
+from thinwire.wire import Ledger
+
+VOCAB, TOKENS, ROWS = 67, 13, 3  # odd on purpose
+CODECS: dict[str, dict[str, Any]] = {
+    "identity-fp32": {"name": "identity", "wire_format": "fp32"},
+    "mapl-fp32": {"name": "mapl", "wire_format": "fp32", "rank": 11, "anchor_rank": 5, "id_bytes": 1},
+    "mapl-bf16": {"name": "mapl", "wire_format": "bf16", "rank": 11, "anchor_rank": 5, "id_bytes": 2},
+    "fixed-fp16": {"name": "fixed", "wire_format": "fp16", "rank": 8},
+}
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 100
+
+
+def _stages(num_stages: int, codec: str, tied: bool = True) -> list[Stage]:
+    model = Llama(LlamaConfig(vocab_size=VOCAB, dim=32, num_layers=8, num_heads=2, max_seq_len=TOKENS, tied_head=tied))
+    model.init_weights(1)
+    options = dict(CODECS[codec])
+    return split(model, num_stages, codecs.get(options.pop("name"), **options), seed=3)
+
+
+def _batch(num_microbatches: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, VOCAB, (num_microbatches * ROWS, TOKENS + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def _twin(num_stages: int, codec: str, placed: dict[int, int], num_microbatches: int, tied: bool = True) -> Twin:
+    stages = _stages(num_stages, codec, tied)
+    ledger = Ledger()
+    for stage in stages:
+        stage.connect(ledger, None, placed)
+    twin = Twin(stages, Sync(stages, placed, ledger), num_microbatches, _loss)
+    twin.start(_batch(num_microbatches, 0)[0])
+    return twin
+
+
+def _pipeline(
+    rank: int, schedule: str, num_stages: int, codec: str, placed: dict[int, int], microbatches: int, tied: bool = True
+) -> Pipeline:
+    stages = [stage for stage in _stages(num_stages, codec, tied) if placed[stage.index] == rank]
+    ledger = Ledger()
+    for stage in stages:
+        stage.connect(ledger, None, placed)
+    sync = Sync(stages, placed, ledger, dist.group.WORLD)
+    pipeline = Pipeline(
+        stages, sync, schedule=schedule, num_microbatches=microbatches, shape=(ROWS, TOKENS), loss=_loss,
+        device=torch.device("cpu"), group=dist.group.WORLD,
+    )  # fmt: skip
+    pipeline.start(_batch(microbatches, 0)[0])
+    return pipeline
+
+
+@dataclass
+class Reference:
+    """What the twin gives after 1 and after 4 accumulation steps: losses, all gradients, an evaluation."""
+
+    losses: list[float]
+    gradients: dict[int, dict[str, torch.Tensor | None]]
+    evaluation: float
+
+
+@cache
+def _reference(num_stages: int, codec: str, backwards: bool) -> Reference:
+    """With `backwards` the microbatches come last to first, as LoopedBFS adds up their gradients."""
+    twin = _twin(num_stages, codec, dict.fromkeys(range(num_stages), 0), num_stages)
+    evaluation = float(twin.evaluate(*_batch(num_stages, 0)))
+    losses: list[float] = []
+    gradients = {}
+    for number in range(4):
+        batch = _batch(num_stages, number)
+        if backwards:
+            batch = tuple(torch.cat(part.chunk(num_stages)[::-1]) for part in batch)
+        losses.append(float(twin.step(*batch)))
+        if len(losses) in (1, 4):
+            twin.sync.collect()
+            named = [pair for stage in twin.stages for pair in stage.named_parameters()]
+            gradients[len(losses)] = {n: None if p.grad is None else p.grad.clone() for n, p in named}
+    return Reference(losses, gradients, evaluation)
+
+
+def _worst_gradient_error(pipeline: Pipeline, wanted: dict[str, torch.Tensor | None]) -> float:
+    worst = 0.0
+    for name, parameter in [pair for stage in pipeline.stages for pair in stage.named_parameters()]:
+        if name in pipeline.sync.mirrors():
+            continue  # its owner has the sum
+        expected = wanted[name]
+        assert (expected is None) == (parameter.grad is None), name
+        if expected is not None:
+            assert expected.norm() > 0, name
+            worst = max(worst, float((parameter.grad - expected).norm() / expected.norm()))
+    return worst
+
+
+def _compare_gradients(rank: int) -> dict[tuple[str, str], dict[str, float]]:
+    """For every schedule and codec: errors against the twin, after 1 and after 4 accumulation steps."""
+    world = dist.get_world_size()
+    results = {}
+    for schedule, codec in product(SCHEDULES, CODECS):
+        per_rank = stages_per_rank_of(schedule, 2)
+        num_stages = world * per_rank
+        reference = _reference(num_stages, codec, backwards=schedule == "LoopedBFS")
+        placed = stage_rank(schedule, world, per_rank)
+        pipeline = _pipeline(rank, schedule, num_stages, codec, placed, num_stages)
+        evaluated = pipeline.evaluate(*_batch(num_stages, 0))
+        errors = {"evaluation": 0.0 if evaluated is None else abs(float(evaluated) / reference.evaluation - 1)}
+        for number, expected in enumerate(reference.losses):
+            loss = pipeline.step(*_batch(num_stages, number))
+            errors[f"loss {number}"] = 0.0 if loss is None else abs(float(loss) / expected - 1)
+            if number + 1 in reference.gradients:
+                pipeline.sync.collect()
+                gradients = reference.gradients[number + 1]
+                errors[f"gradients after {number + 1}"] = _worst_gradient_error(pipeline, gradients)
+        results[schedule, codec] = errors
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def errors(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], dict[str, float]]]:
+    return run_ranks(request.param, _compare_gradients)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_twins_losses_and_gradients(errors: Any, schedule: str, codec: str) -> None:
+    for rank, result in enumerate(errors):
+        for what, error in result[schedule, codec].items():
+            assert error <= 1e-6, (rank, what, error)
+
+
+def _optimizers(stages: Any, sync: Sync) -> list[torch.optim.Optimizer]:
+    named = [(name, p) for stage in stages for name, p in stage.named_parameters()]
+    fused = {k: v for stage in stages for k, v in stage.model.fused_splits().items()}
+    return build_optimizers(route(named, lr=0.02, adamw_lr=0.002, frame_lr=0.002, fused=fused, mirrors=sync.mirrors()))
+
+
+def _train(engine: Any, optimizers: list[torch.optim.Optimizer], steps: int, microbatches: int) -> None:
+    for number in range(steps):
+        engine.step(*_batch(microbatches, number))
+        engine.sync.collect()
+        for optimizer in optimizers:
+            optimizer.step()
+        engine.sync.publish()
+        for stage in engine.stages:
+            stage.zero_grad(set_to_none=True)
+
+
+def _train_both(rank: int, schedule: str, tied: bool) -> dict[str, Any]:
+    world = dist.get_world_size()
+    per_rank = stages_per_rank_of(schedule, 2)
+    num_stages = world * per_rank
+    placed = stage_rank(schedule, world, per_rank)
+    twin = _twin(num_stages, "mapl-fp32", placed, num_stages, tied)
+    pipeline = _pipeline(rank, schedule, num_stages, "mapl-fp32", placed, num_stages, tied)
+    for engine in (twin, pipeline):
+        _train(engine, _optimizers(engine.stages, engine.sync), 20, num_stages)
+    error = 0.0
+    ends = {}
+    for stage in pipeline.stages:
+        wanted = dict(twin.stages[stage.index].named_parameters())
+        for name, parameter in stage.named_parameters():
+            error = max(error, float((parameter - wanted[name]).detach().abs().max()))
+            if name.endswith("frame_DK") or name in ("model.embedding.weight", "model.head.weight"):
+                ends[name] = parameter.detach().numpy().tobytes()
+    return {"error": error, "ends": ends, "bytes": pipeline.sync.ledger.total(), "twin_bytes": twin.sync.ledger.total()}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_after_twenty_steps_parameters_agree_and_both_ends_hold_the_same_bits(schedule: str, tied: bool) -> None:
+    results = run_ranks(3, _train_both, schedule, tied)
+    ends = {name: value for result in results for name, value in result["ends"].items()}
+    num_stages = 3 * stages_per_rank_of(schedule, 2)
+    for p in range(num_stages - 1):
+        assert ends[f"outbound.{p}.frame_DK"] == ends[f"inbound.{p}.frame_DK"]
+    assert sum(result["bytes"] for result in results) == results[0]["twin_bytes"]
+    if tied:  # the halves of its gradient are added in another order, which AdamW's first steps magnify
+        assert ends["model.embedding.weight"] == ends["model.head.weight"]
+    else:
+        assert max(result["error"] for result in results) <= 1e-5
+
+
+def _count_transport(rank: int, codec: str) -> dict[str, int]:
+    """Bytes in the tensors handed to the transport, beside the ledger's and the codec's word."""
+    handed = 0
+    make = dist.P2POp.__init__
+
+    def counting(self: Any, op: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        nonlocal handed
+        if op is dist.isend:
+            handed += tensor.numel() * tensor.element_size()
+        make(self, op, tensor, *args, **kwargs)
+
+    placed = stage_rank("1F1B", 3, 1)
+    pipeline = _pipeline(rank, "1F1B", 3, codec, placed, 3)
+    dist.P2POp.__init__ = counting  # type: ignore[method-assign]
+    before = pipeline.sync.ledger.total()
+    pipeline.step(*_batch(3, 0))
+    pipeline.sync.collect()
+    pipeline.sync.publish()
+    billed = pipeline.sync.ledger.total() - before
+    ledger = pipeline.sync.ledger
+    expected = pipeline.stages[0].codec.wire_bytes((ROWS, TOKENS, 32))
+    sends = 3 * ((rank < 2) + (rank > 0))
+    carriers = ledger.total(kind="activation") + ledger.total(kind="gradient")
+    return {"handed": handed, "billed": billed, "carriers": carriers, "expected": sends * expected}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_wire_bytes_are_the_bytes_handed_to_the_transport(codec: str) -> None:
+    for result in run_ranks(3, _count_transport, codec):
+        assert result["handed"] == result["billed"]
+        assert result["carriers"] == result["expected"]
