@@ -118,9 +118,10 @@ def _demo(words: list[str]) -> None:
     parser.add_argument("--folder", default="runs/demo", help="where the runs and the picture go")
     parser.add_argument("--steps", type=int, default=0, help="steps of each run (default: the recipe's)")
     given = _parse(parser, words)
+    from thinwire.report import show
     from thinwire.train.demo import demo
 
-    demo(given.folder, given.steps)
+    show(demo(given.folder, given.steps), Path(given.folder) / "report.png")
 
 
 def _eval(words: list[str]) -> None:

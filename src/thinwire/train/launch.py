@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from thinwire.train.place import Place, join, leave, one_line, under_launcher
 from thinwire.train.validate import validate
 
 _WORKER_MODULE = "thinwire.train.loop"  # imported once, by the process from which workers are forked
+_GRACE_S = 1.0  # a process that lost a peer leaves this much later, so that the launcher names the one that died
 
 
 def preflight(config: Config) -> None:
@@ -108,7 +111,18 @@ def _is_network(error: BaseException) -> bool:
 
 def _worker(plain: dict[str, Any]) -> None:
     """The body of a process started by `_start_processes`."""
-    sys.exit(report_errors(lambda: run_here(from_dict(plain))))
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    code = report_errors(lambda: run_here(from_dict(plain)))
+    if code == PeerError.exit_code:
+        time.sleep(_GRACE_S)
+    sys.exit(code)
+
+
+def _leave_with_parent(parent: int, every_s: float = 1.0) -> None:
+    """Do not train on when the launcher was killed."""
+    while os.getppid() == parent:
+        time.sleep(every_s)
+    os._exit(PeerError.exit_code)
 
 
 def report_errors(action: Any) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ from thinwire.train.build import build
 from thinwire.train.config import Config, layout_digest, to_dict
 from thinwire.train.evaluate import Validation
 from thinwire.train.metrics import Journal, TrafficMeter, write_atomically
-from thinwire.train.place import Place
+from thinwire.train.place import Place, gather_json
 from thinwire.train.summary import routing_table, summarise
 
 _MAX_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
@@ -81,8 +83,13 @@ class Trainer:
                 shutil.rmtree(self.run, ignore_errors=True)
             self.run.mkdir(parents=True, exist_ok=True)
             write_atomically(self.run / "config.json", json.dumps(to_dict(self.config), indent=2))
-        if self.place.group is not None:
-            dist.barrier(self.place.group)
+        processes = gather_json([self._process()], self.place)
+        if self.place.is_main:
+            write_atomically(self.run / "processes.json", json.dumps([row for part in processes for row in part]))
+
+    def _process(self) -> dict[str, Any]:
+        stages = [stage.index for stage in self.parts.stages]
+        return {"rank": self.place.rank, "stages": stages, "pid": os.getpid(), "host": socket.gethostname()}
 
     def _begin(self) -> None:
         """Resume, or initialise the frames from the first batch; either way every mirror gets its owner's value."""
