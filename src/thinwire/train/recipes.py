@@ -44,7 +44,7 @@ def describe() -> list[tuple[str, str]]:
 def demo_uncompressed() -> Config:
     """Four stages over an emulated home connection, bf16 activations; the slow half of `make demo`."""
     return Config(
-        model=ModelConfig(size="tiny", seq_len=128),
+        model=ModelConfig(size="tiny", seq_len=128, vocab_size=2048),
         data=DataConfig(val_tokens=16_384),
         pipeline=PipelineConfig(stages=4, schedule="GPipe", microbatches=8, link="5mbit,10ms"),
         optim=OptimConfig(lr=0.02, warmup_steps=10),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from thinwire import codecs
 from thinwire.codecs.formats import FORMATS
 from thinwire.errors import ConfigError
 from thinwire.link import Link
+from thinwire.models import Llama
 from thinwire.optim.build import DECAYS
 from thinwire.optim.spel import MAX_FRAME_LR
 from thinwire.pipeline.orders import check_schedule
+from thinwire.pipeline.split import layer_counts
 from thinwire.train.config import Config
 
 
@@ -81,8 +85,8 @@ def _validate_names(config: Config) -> None:
 
 def _validate_pipeline(config: Config) -> None:
     pipe, llama = config.pipeline, config.llama
-    if pipe.stages > llama.num_layers:
-        raise ConfigError(f"{pipe.stages} stages for a model of {llama.num_layers} layers", "a layer per stage or more")
+    with torch.device("meta"):
+        layer_counts(Llama(llama), pipe.stages, pipe.balance)
     if pipe.stages % pipe.per_rank:
         raise ConfigError(
             f"{pipe.stages} stages with {pipe.per_rank} per rank ({pipe.schedule})",
