@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Muon": "thinwire.optim",
     "Spel": "thinwire.optim",
+    "build_optimizers": "thinwire.optim",
     "param_groups": "thinwire.optim",
     "orthogonality_error": "thinwire.stiefel",
     "Link": "thinwire.link",

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from tests.distributed.harness import run_ranks
 from thinwire import codecs
 from thinwire.models import Llama, LlamaConfig
-from thinwire.optim import build_optimizers, route
-from thinwire.pipeline import Pipeline, Stage, Sync, Twin, split
-from thinwire.pipeline.orders import SCHEDULES, stage_rank, stages_per_rank_of
-from thinwire.wire import Ledger
+from thinwire.optim import build_optimizers, groups, route
+from thinwire.pipeline import Pipeline, Stage, Sync, connect, split
+from thinwire.pipeline.orders import SCHEDULES, stages_per_rank_of
 
 VOCAB, TOKENS, ROWS = 67, 13, 3  # odd on purpose
 CODECS: dict[str, dict[str, Any]] = {
@@ -46,30 +45,14 @@ def _batch(num_microbatches: int, number: int) -> tuple[torch.Tensor, torch.Tens
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _twin(num_stages: int, codec: str, placed: dict[int, int], num_microbatches: int, tied: bool = True) -> Twin:
-    stages = _stages(num_stages, codec, tied)
-    ledger = Ledger()
-    for stage in stages:
-        stage.connect(ledger, None, placed)
-    twin = Twin(stages, Sync(stages, placed, ledger), num_microbatches, _loss)
-    twin.start(_batch(num_microbatches, 0)[0])
-    return twin
-
-
-def _pipeline(
-    rank: int, schedule: str, num_stages: int, codec: str, placed: dict[int, int], microbatches: int, tied: bool = True
-) -> Pipeline:
-    stages = [stage for stage in _stages(num_stages, codec, tied) if placed[stage.index] == rank]
-    ledger = Ledger()
-    for stage in stages:
-        stage.connect(ledger, None, placed)
-    sync = Sync(stages, placed, ledger, dist.group.WORLD)
-    pipeline = Pipeline(
-        stages, sync, schedule=schedule, num_microbatches=microbatches, shape=(ROWS, TOKENS), loss=_loss,
-        device=torch.device("cpu"), group=dist.group.WORLD,
+def _engine(num_stages: int, codec: str, group: Any = None, schedule: str = "1F1B", tied: bool = True) -> Any:
+    """The pipeline over `group`, or the twin; as many microbatches as stages; frames initialised."""
+    made = connect(
+        _stages(num_stages, codec, tied), _loss, num_microbatches=num_stages, shape=(ROWS, TOKENS), schedule=schedule,
+        group=group,
     )  # fmt: skip
-    pipeline.start(_batch(microbatches, 0)[0])
-    return pipeline
+    made.start(_batch(num_stages, 0)[0])
+    return made
 
 
 @dataclass
@@ -84,7 +67,7 @@ class Reference:
 @cache
 def _reference(num_stages: int, codec: str, backwards: bool) -> Reference:
     """With `backwards` the microbatches come last to first, as LoopedBFS adds up their gradients."""
-    twin = _twin(num_stages, codec, dict.fromkeys(range(num_stages), 0), num_stages)
+    twin = _engine(num_stages, codec)
     evaluation = float(twin.evaluate(*_batch(num_stages, 0)))
     losses: list[float] = []
     gradients = {}
@@ -118,11 +101,9 @@ def _compare_gradients(rank: int) -> dict[tuple[str, str], dict[str, float]]:
     world = dist.get_world_size()
     results = {}
     for schedule, codec in product(SCHEDULES, CODECS):
-        per_rank = stages_per_rank_of(schedule, 2)
-        num_stages = world * per_rank
+        num_stages = world * stages_per_rank_of(schedule, 2)
         reference = _reference(num_stages, codec, backwards=schedule == "LoopedBFS")
-        placed = stage_rank(schedule, world, per_rank)
-        pipeline = _pipeline(rank, schedule, num_stages, codec, placed, num_stages)
+        pipeline = _engine(num_stages, codec, dist.group.WORLD, schedule)
         evaluated = pipeline.evaluate(*_batch(num_stages, 0))
         errors = {"evaluation": 0.0 if evaluated is None else abs(float(evaluated) / reference.evaluation - 1)}
         for number, expected in enumerate(reference.losses):
@@ -152,7 +133,8 @@ def test_every_schedule_gives_the_twins_losses_and_gradients(errors: Any, schedu
 def _optimizers(stages: Any, sync: Sync) -> list[torch.optim.Optimizer]:
     named = [(name, p) for stage in stages for name, p in stage.named_parameters()]
     fused = {k: v for stage in stages for k, v in stage.model.fused_splits().items()}
-    return build_optimizers(route(named, lr=0.02, adamw_lr=0.002, frame_lr=0.002, fused=fused, mirrors=sync.mirrors()))
+    routes = route(named, lr=0.02, adamw_lr=0.002, frame_lr=0.002, fused=fused, mirrors=sync.mirrors())
+    return build_optimizers(groups(routes))
 
 
 def _train(engine: Any, optimizers: list[torch.optim.Optimizer], steps: int, microbatches: int) -> None:
@@ -167,12 +149,9 @@ def _train(engine: Any, optimizers: list[torch.optim.Optimizer], steps: int, mic
 
 
 def _train_both(rank: int, schedule: str, tied: bool) -> dict[str, Any]:
-    world = dist.get_world_size()
-    per_rank = stages_per_rank_of(schedule, 2)
-    num_stages = world * per_rank
-    placed = stage_rank(schedule, world, per_rank)
-    twin = _twin(num_stages, "mapl-fp32", placed, num_stages, tied)
-    pipeline = _pipeline(rank, schedule, num_stages, "mapl-fp32", placed, num_stages, tied)
+    num_stages = dist.get_world_size() * stages_per_rank_of(schedule, 2)
+    twin = _engine(num_stages, "mapl-fp32", None, schedule, tied)
+    pipeline = _engine(num_stages, "mapl-fp32", dist.group.WORLD, schedule, tied)
     for engine in (twin, pipeline):
         _train(engine, _optimizers(engine.stages, engine.sync), 20, num_stages)
     error = 0.0
@@ -183,7 +162,7 @@ def _train_both(rank: int, schedule: str, tied: bool) -> dict[str, Any]:
             error = max(error, float((parameter - wanted[name]).detach().abs().max()))
             if name.endswith("frame_DK") or name in ("model.embedding.weight", "model.head.weight"):
                 ends[name] = parameter.detach().numpy().tobytes()
-    return {"error": error, "ends": ends, "bytes": pipeline.sync.ledger.total(), "twin_bytes": twin.sync.ledger.total()}
+    return {"error": error, "ends": ends, "bytes": pipeline.ledger.total(), "twin_bytes": twin.ledger.total()}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -212,15 +191,14 @@ def _count_transport(rank: int, codec: str) -> dict[str, int]:
             handed += tensor.numel() * tensor.element_size()
         make(self, op, tensor, *args, **kwargs)
 
-    placed = stage_rank("1F1B", 3, 1)
-    pipeline = _pipeline(rank, "1F1B", 3, codec, placed, 3)
+    pipeline = _engine(3, codec, dist.group.WORLD)
     dist.P2POp.__init__ = counting  # type: ignore[method-assign]
-    before = pipeline.sync.ledger.total()
+    before = pipeline.ledger.total()
     pipeline.step(*_batch(3, 0))
     pipeline.sync.collect()
     pipeline.sync.publish()
-    billed = pipeline.sync.ledger.total() - before
-    ledger = pipeline.sync.ledger
+    billed = pipeline.ledger.total() - before
+    ledger = pipeline.ledger
     expected = pipeline.stages[0].codec.wire_bytes((ROWS, TOKENS, 32))
     sends = 3 * ((rank < 2) + (rank > 0))
     carriers = ledger.total(kind="activation") + ledger.total(kind="gradient")

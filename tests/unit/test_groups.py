@@ -12,7 +12,7 @@ from tests.reference.small import CONFIG, TIED, small_model, small_twin
 from thinwire import codecs, param_groups
 from thinwire.errors import ConfigError
 from thinwire.models import LlamaConfig
-from thinwire.optim import Muon, Route, Spel, build_optimizers, describe, route
+from thinwire.optim import Muon, Route, Spel, build_optimizers, describe, groups, route
 from thinwire.pipeline import Twin
 
 MAPL = {"rank": 4, "anchor_rank": 3}
@@ -47,7 +47,9 @@ def test_every_parameter_of_a_pipeline_is_routed_once(name: str, config: LlamaCo
     names = [name for stage in twin.stages for name, _ in stage.named_parameters()]
     assert Counter(one.name for one in routes) == Counter(names)
     stepped = [one.parameter for one in routes if one.rule not in ("mirror", "frozen")]
-    optimized = [p for optimizer in build_optimizers(routes) for g in optimizer.param_groups for p in g["params"]]
+    optimized = [
+        p for optimizer in build_optimizers(groups(routes)) for g in optimizer.param_groups for p in g["params"]
+    ]
     assert len(stepped) == len({id(p) for p in stepped}) == len(optimized)
     assert {id(p) for p in stepped} == {id(p) for p in optimized}
 
@@ -158,6 +160,6 @@ def test_the_table_has_a_row_for_every_parameter() -> None:
 
 
 def test_each_rule_that_occurs_gets_its_optimizer() -> None:
-    kinds = [type(one) for one in build_optimizers(routes_of(small_twin(codecs.get("mapl", rank=4), 2)))]
+    kinds = [type(one) for one in build_optimizers(groups(routes_of(small_twin(codecs.get("mapl", rank=4), 2))))]
     assert kinds == [Muon, torch.optim.AdamW, Spel]
-    assert Spel not in [type(one) for one in build_optimizers(routes_of(small_twin(codecs.get("identity"), 2)))]
+    assert Spel not in [type(one) for one in build_optimizers(groups(routes_of(small_twin(codecs.get("identity"), 2))))]

@@ -10,7 +10,7 @@ import torch
 from tests.reference.small import CONFIG, TIED, batch, loss, small_model, small_twin, twin_of
 from thinwire import codecs
 from thinwire.errors import ConfigError
-from thinwire.optim import build_optimizers, route
+from thinwire.optim import build_optimizers, groups, route
 from thinwire.pipeline import Twin, frames
 from thinwire.stiefel import orthogonality_error
 
@@ -21,7 +21,7 @@ IDENTITY = codecs.get("identity", wire_format="fp32")
 def optimizers_of(twin: Twin) -> list[torch.optim.Optimizer]:
     mirrors = twin.sync.mirrors()
     named = [pair for stage in twin.stages for pair in stage.named_parameters()]
-    return build_optimizers(route(named, lr=0.02, adamw_lr=0.01, frame_lr=0.002, mirrors=mirrors))
+    return build_optimizers(groups(route(named, lr=0.02, adamw_lr=0.01, frame_lr=0.002, mirrors=mirrors)))
 
 
 def train(twin: Twin, steps: int = 3) -> None:

@@ -1,7 +1,7 @@
 """Optimizers and the routing of parameters to them."""
 
 from thinwire.optim.build import build_optimizers, clip_gradients, gradient_square_sum, lr_factor, set_lr
-from thinwire.optim.groups import Route, describe, param_groups, route
+from thinwire.optim.groups import Route, describe, groups, param_groups, route
 from thinwire.optim.muon import Muon
 from thinwire.optim.spel import Spel
 
@@ -13,6 +13,7 @@ __all__ = [
     "clip_gradients",
     "describe",
     "gradient_square_sum",
+    "groups",
     "lr_factor",
     "param_groups",
     "route",

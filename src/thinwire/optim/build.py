@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.optim.groups import Route, groups
 from thinwire.optim.muon import Muon
 from thinwire.optim.spel import Spel
 
@@ -19,16 +18,16 @@ DECAYS: tuple[Decay, ...] = ("cosine", "wsd", "constant")
 
 
 def build_optimizers(
-    routes: Iterable[Route],
+    groups: Iterable[dict[str, Any]],
     *,
     momentum: float = 0.95,
     frame_momentum: float = 0.9,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.0,
 ) -> list[torch.optim.Optimizer]:
-    """Return one optimizer per rule that occurs: Muon, AdamW, SPEL. Decay applies to Muon's matrices only."""
+    """Return one optimizer per rule among `groups` (of `param_groups`): Muon, AdamW, SPEL. Only Muon's decay."""
     made: dict[str, list[dict[str, Any]]] = {}
-    for group in groups(routes):
+    for group in groups:
         made.setdefault(group["rule"], []).append(group)
     optimizers: list[torch.optim.Optimizer] = []
     if "muon" in made:

@@ -22,6 +22,7 @@ from thinwire.pipeline.activity import Activity
 from thinwire.pipeline.orders import check_schedule, stage_rank
 from thinwire.pipeline.stage import Stage
 from thinwire.pipeline.sync import Sync
+from thinwire.wire import Ledger
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,6 +32,7 @@ class Engine(Protocol):
 
     stages: Sequence[Stage]
     sync: Sync
+    ledger: Ledger
     activity: Activity
 
     def start(self, ids_BT: Tensor) -> None:
@@ -47,6 +49,7 @@ class _Base:
     def __init__(self, stages: Sequence[Stage], sync: Sync, num_microbatches: int, loss: LossFunction) -> None:
         self.stages = stages
         self.sync = sync
+        self.ledger = sync.ledger
         self.num_microbatches = num_microbatches
         self.loss = loss
         self.activity = Activity()
@@ -165,11 +168,11 @@ class Pipeline(_Base):
         num_microbatches: int,
         shape: tuple[int, int],
         loss: LossFunction,
-        device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(stages, sync, num_microbatches, loss)
-        self.shape, self.device, self.group = shape, device, group
+        self.shape, self.group = shape, group
+        self.device = next(stages[0].parameters()).device
         num_ranks, num_stages = dist.get_world_size(group), stages[0].num_stages
         check_schedule(schedule, num_ranks, num_stages // num_ranks, num_microbatches)
         self.stage_rank = stage_rank(schedule, num_ranks, num_stages // num_ranks)

@@ -12,13 +12,12 @@ from thinwire.data import TokenData, prepare
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.models import Llama
-from thinwire.optim import Route, build_optimizers, route
-from thinwire.pipeline import Engine, Pipeline, Stage, Sync, Twin, split
+from thinwire.optim import Route, build_optimizers, groups, route
+from thinwire.pipeline import Engine, Stage, Sync, connect, split
 from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
 from thinwire.train.config import Config
 from thinwire.train.place import Place
-from thinwire.wire import Ledger
 
 IGNORED = -100  # a target that does not count
 
@@ -29,7 +28,6 @@ class Parts:
 
     data: TokenData
     stages: list[Stage]
-    ledger: Ledger
     engine: Engine
     routes: list[Route]
     optimizers: list[torch.optim.Optimizer]
@@ -75,31 +73,24 @@ def build(config: Config, place: Place) -> Parts:
     """Build everything for this process."""
     data = load_data(config)
     stages = build_stages(config, place)
-    ledger = Ledger()
-    placed = ranks_of_stages(config)
-    link = Link.parse(config.pipeline.link) if place.group is not None else None
-    for stage in stages:
-        stage.connect(ledger, link, placed)
-    sync = Sync(stages, placed, ledger, place.group)
-    engine = _engine(config, place, stages, sync)
-    routes = _routes(config, stages, sync)
+    engine = _engine(config, place, stages)
+    routes = _routes(config, stages, engine.sync)
     optim = config.optim
     optimizers = build_optimizers(
-        routes, momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
+        groups(routes), momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
     )
-    return Parts(data, stages, ledger, engine, routes, optimizers)
+    return Parts(data, stages, engine, routes, optimizers)
 
 
-def _engine(config: Config, place: Place, stages: list[Stage], sync: Sync) -> Engine:
-    pipe, loss = config.pipeline, loss_function(1 / config.tokens_per_step)
+def _engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
     if config.model.dtype == "bf16":
         for stage in stages:
             _autocast(stage)
-    if place.group is None:
-        return Twin(stages, sync, pipe.microbatches, loss)
-    return Pipeline(
-        stages, sync, schedule=pipe.schedule, num_microbatches=pipe.microbatches, shape=config.microbatch_shape,
-        loss=loss, device=place.device, group=place.group,
+    pipe = config.pipeline
+    return connect(
+        stages, loss_function(1 / config.tokens_per_step), num_microbatches=pipe.microbatches,
+        shape=config.microbatch_shape, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
+        group=place.group, link=Link.parse(pipe.link),
     )  # fmt: skip
 
 

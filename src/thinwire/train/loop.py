@@ -41,7 +41,7 @@ class Trainer:
         self.engine = self.parts.engine
         self.batches = self._batches()
         self.validation = Validation(config, self.parts.data, place)
-        self.meter = TrafficMeter(self.parts.ledger)
+        self.meter = TrafficMeter(self.engine.ledger)
         self.journal = Journal(self.run, place, config.name, config.train.steps, config.tokens_per_step)
         self.parameters = [p for stage in self.parts.stages for p in stage.parameters()]
         self.step = 0

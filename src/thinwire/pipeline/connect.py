@@ -1,0 +1,53 @@
+"""From stages to something that runs: one call, in one process or in many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from thinwire.link import Link
+from thinwire.pipeline.engine import Engine, LossFunction, Pipeline, Twin
+from thinwire.pipeline.orders import stage_rank, stages_per_rank_of
+from thinwire.pipeline.stage import Stage
+from thinwire.pipeline.sync import Sync
+from thinwire.wire import Ledger
+
+
+def connect(
+    stages: Sequence[Stage],
+    loss: LossFunction,
+    *,
+    num_microbatches: int,
+    shape: tuple[int, int],
+    schedule: str = "1F1B",
+    stages_per_rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+    link: Link | None = None,
+) -> Engine:
+    """Return the engine that runs `stages`: torch's schedule over `group`, or the one-process twin without one.
+
+    Args:
+        stages: as `split` gives them; with a group, those that live on this rank are taken (others may be missing).
+        loss: of logits `(B, T, V)` and targets `(B, T)`, a sum over microbatches and steps that accumulate.
+        shape: `(B, T)` of a microbatch.
+        stages_per_rank: where the schedule leaves the choice; 0: its default.
+        link: emulated between stages on different ranks; the twin has none.
+
+    Raises:
+        ConfigError: a schedule that does not take these counts.
+    """
+    num_stages = stages[0].num_stages
+    per_rank = stages_per_rank_of(schedule, stages_per_rank) if num_stages > 1 else 1
+    num_ranks = dist.get_world_size(group) if group is not None else num_stages // per_rank
+    placed = stage_rank(schedule, num_ranks, per_rank) if num_stages > 1 else {0: 0}
+    ledger = Ledger()
+    mine = [stage for stage in stages if group is None or placed[stage.index] == dist.get_rank(group)]
+    for stage in mine:
+        stage.connect(ledger, link if group is not None else None, placed)
+    sync = Sync(mine, placed, ledger, group)
+    if group is None:
+        return Twin(mine, sync, num_microbatches, loss)
+    return Pipeline(
+        mine, sync, schedule=schedule, num_microbatches=num_microbatches, shape=shape, loss=loss, group=group
+    )
