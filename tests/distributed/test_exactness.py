@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from tests.distributed.harness import run_ranks
 from thinwire import codecs
 from thinwire.models import Llama, LlamaConfig
-from thinwire.optim import build_optimizers, groups, route
-from thinwire.pipeline import Pipeline, Stage, Sync, connect, split
+from thinwire.optim import build_optimizers, param_groups
+from thinwire.pipeline import Pipeline, Stage, connect, split
 from thinwire.pipeline.orders import SCHEDULES, stages_per_rank_of
 
 VOCAB, TOKENS, ROWS = 67, 13, 3  # odd on purpose
@@ -130,11 +130,8 @@ def test_every_schedule_gives_the_twins_losses_and_gradients(errors: Any, schedu
             assert error <= 1e-6, (rank, what, error)
 
 
-def _optimizers(stages: Any, sync: Sync) -> list[torch.optim.Optimizer]:
-    named = [(name, p) for stage in stages for name, p in stage.named_parameters()]
-    fused = {k: v for stage in stages for k, v in stage.model.fused_splits().items()}
-    routes = route(named, lr=0.02, adamw_lr=0.002, frame_lr=0.002, fused=fused, mirrors=sync.mirrors())
-    return build_optimizers(groups(routes))
+def _optimizers(stages: Any) -> list[torch.optim.Optimizer]:
+    return build_optimizers(param_groups(stages, 0.02, adamw_lr=0.002))
 
 
 def _train(engine: Any, optimizers: list[torch.optim.Optimizer], steps: int, microbatches: int) -> None:
@@ -153,7 +150,7 @@ def _train_both(rank: int, schedule: str, tied: bool) -> dict[str, Any]:
     twin = _engine(num_stages, "mapl-fp32", None, schedule, tied)
     pipeline = _engine(num_stages, "mapl-fp32", dist.group.WORLD, schedule, tied)
     for engine in (twin, pipeline):
-        _train(engine, _optimizers(engine.stages, engine.sync), 20, num_stages)
+        _train(engine, _optimizers(engine.stages), 20, num_stages)
     error = 0.0
     ends = {}
     for stage in pipeline.stages:

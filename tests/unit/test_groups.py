@@ -12,26 +12,21 @@ from tests.reference.small import CONFIG, TIED, small_model, small_twin
 from thinwire import codecs, param_groups
 from thinwire.errors import ConfigError
 from thinwire.models import LlamaConfig
-from thinwire.optim import Muon, Route, Spel, build_optimizers, describe, groups, route
+from thinwire.optim import Muon, Route, Spel, build_optimizers, describe, fused_splits, groups, route
 from thinwire.pipeline import Twin
 
 MAPL = {"rank": 4, "anchor_rank": 3}
 
 
 def routes_of(twin: Twin, *, free_frames: bool = False) -> list[Route]:
-    return [
-        one
-        for stage in twin.stages
-        for one in route(
-            stage.named_parameters(),
-            lr=0.02,
-            adamw_lr=0.01,
-            frame_lr=0.002,
-            fused=stage.model.fused_splits(),
-            mirrors=twin.sync.mirrors(),
-            free_frames=free_frames,
-        )
-    ]
+    return route(
+        [pair for stage in twin.stages for pair in stage.named_parameters()],
+        lr=0.02,
+        adamw_lr=0.01,
+        frame_lr=0.002,
+        fused=fused_splits(twin.stages),
+        free_frames=free_frames,
+    )
 
 
 def rules(routes: list[Route]) -> dict[str, str]:

@@ -19,9 +19,8 @@ IDENTITY = codecs.get("identity", wire_format="fp32")
 
 
 def optimizers_of(twin: Twin) -> list[torch.optim.Optimizer]:
-    mirrors = twin.sync.mirrors()
     named = [pair for stage in twin.stages for pair in stage.named_parameters()]
-    return build_optimizers(groups(route(named, lr=0.02, adamw_lr=0.01, frame_lr=0.002, mirrors=mirrors)))
+    return build_optimizers(groups(route(named, lr=0.02, adamw_lr=0.01, frame_lr=0.002)))
 
 
 def train(twin: Twin, steps: int = 3) -> None:

@@ -38,18 +38,17 @@ def route(
     adamw_lr: float,
     frame_lr: float,
     fused: Mapping[str, Sequence[int]] | None = None,
-    mirrors: Iterable[str] = (),
     free_frames: bool = False,
     adamw: Sequence[str] = (),
 ) -> list[Route]:
     """Decide the rule of every parameter.
 
     Hidden matrices (two dimensions or more, neither embedding nor head) go to Muon; frames to SPEL; everything else
-    to AdamW. Mirrors follow their owner on another stage and are stepped by nobody here.
+    to AdamW. Mirrors follow an owner and are stepped by nobody here: what `pipeline.Sync` has marked so, receiving
+    frames and sending anchors by their names, and a parameter that occurs a second time.
 
     Args:
         fused: row counts of the logical matrices in a fused projection, by parameter name (or its end after a dot).
-        mirrors: names of parameters that follow an owner.
         free_frames: frames learn without a constraint, by AdamW at `frame_lr`.
         adamw: further patterns (regular expressions, searched in names) of matrices that AdamW shall train.
 
@@ -61,11 +60,11 @@ def route(
         if not any(_is(name, suffix) for name, _ in parameters):
             raise ConfigError(f"fused projection {suffix!r}", "names of parameters")
     _check_patterns(adamw, [name for name, _ in parameters])
-    followers = set(mirrors)
+    seen: set[int] = set()
     routes = []
     for name, parameter in parameters:
         splits: tuple[int, ...] = ()
-        if name in followers or re.search(_MIRROR, name):
+        if id(parameter) in seen or getattr(parameter, "is_mirror", False) or re.search(_MIRROR, name):
             rule, rate = "mirror", 0.0
         elif not parameter.requires_grad:
             rule, rate = "frozen", 0.0
@@ -76,37 +75,44 @@ def route(
         else:
             rule, rate = "muon", lr
             splits = _splits(name, parameter, fused or {})
+        seen.add(id(parameter))
         routes.append(Route(name, parameter, rule, rate, splits))  # type: ignore[arg-type]
     return routes
 
 
 def param_groups(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     lr: float = 0.02,
     *,
     adamw_lr: float | None = None,
     frame_lr: float | None = None,
     adamw: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return optimizer groups for `model`, every parameter in exactly one; each group names its `rule` and `names`.
+    """Return optimizer groups for a model, or for stages: every parameter in exactly one, with `rule` and `names`.
 
     Rates default to MAPL's: AdamW 0.5 `lr`, frames 0.1 `lr`. Fused projections are taken from the model's
     `fused_splits()` where it has one. See `route` for the rules and errors, `describe` for the table.
     """
-    splits = {
-        f"{prefix}.{name}" if prefix else name: rows
-        for prefix, module in model.named_modules()
-        for name, rows in getattr(module, "fused_splits", dict)().items()
-    }
+    models = [model] if isinstance(model, nn.Module) else model
     routes = route(
-        model.named_parameters(),
+        [pair for one in models for pair in one.named_parameters(remove_duplicate=False)],
         lr=lr,
         adamw_lr=0.5 * lr if adamw_lr is None else adamw_lr,
         frame_lr=0.1 * lr if frame_lr is None else frame_lr,
-        fused=splits,
+        fused=fused_splits(models),
         adamw=adamw,
     )
     return groups(routes)
+
+
+def fused_splits(models: Iterable[nn.Module]) -> dict[str, Sequence[int]]:
+    """Row counts of all fused projections that modules inside `models` know of, by full parameter name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: rows
+        for model in models
+        for prefix, module in model.named_modules()
+        for name, rows in getattr(module, "fused_splits", dict)().items()
+    }
 
 
 def groups(routes: Iterable[Route]) -> list[dict[str, Any]]:

@@ -87,6 +87,10 @@ class Sync:
             for name, parameter in stage.named_parameters(remove_duplicate=False)
         }
         self.shared = shared_tensors(stages)
+        for shared in self.shared:
+            mirror = self.parameters.get(shared.mirror)
+            if mirror is not None and mirror is not self.parameters.get(shared.owner):
+                mirror.is_mirror = True  # type: ignore[attr-defined]  # optimizers leave it alone
 
     def mirrors(self) -> set[str]:
         """Names of the parameters that follow an owner: no optimizer steps them."""

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.data import TokenData, prepare
-from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.models import Llama
-from thinwire.optim import Route, build_optimizers, groups, route
-from thinwire.pipeline import Engine, Stage, Sync, connect, split
+from thinwire.optim import Route, build_optimizers, fused_splits, groups, route
+from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
 from thinwire.train.config import Config
@@ -74,7 +73,7 @@ def build(config: Config, place: Place) -> Parts:
     data = load_data(config)
     stages = build_stages(config, place)
     engine = _engine(config, place, stages)
-    routes = _routes(config, stages, engine.sync)
+    routes = _routes(config, stages)
     optim = config.optim
     optimizers = build_optimizers(
         groups(routes), momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
@@ -106,18 +105,13 @@ def _autocast(stage: Stage) -> None:
     stage.model.forward = in_bf16
 
 
-def _routes(config: Config, stages: list[Stage], sync: Sync) -> list[Route]:
+def _routes(config: Config, stages: list[Stage]) -> list[Route]:
     optim = config.optim
-    named = [(name, p) for stage in stages for name, p in stage.named_parameters()]
-    fused = {name: rows for stage in stages for name, rows in stage.model.fused_splits().items()}  # type: ignore[operator]
-    if not named:
-        raise ConfigError("a process without parameters", "a layer per stage", "use fewer stages")
     return route(
-        named,
+        [(name, p) for stage in stages for name, p in stage.named_parameters()],
         lr=optim.lr,
         adamw_lr=optim.adamw_ratio * optim.lr,
         frame_lr=optim.frame_ratio * optim.lr,
-        fused=fused,
-        mirrors=sync.mirrors(),
+        fused=fused_splits(stages),
         free_frames=config.codec.name == "free",
     )
