@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -168,6 +169,62 @@ def test_a_launcher_with_the_wrong_number_of_processes_is_told(text: Path, tmp_p
     assert done.returncode == 2
     assert "3 processes for 2 stages" in done.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def start_ranks(folder: Path, commands: list[list[str]]) -> list[subprocess.Popen[str]]:
+    """Start one process per command as a launcher on several machines would."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [
+        subprocess.Popen(
+            words, env={**environment(folder), **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank, words in enumerate(commands)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
+    """Standard errors of all processes; none is left behind."""
+    try:
+        return [process.communicate(timeout=timeout_s)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_ranks_that_disagree_are_told_before_anything_is_exchanged(text: Path, tmp_path: Path) -> None:
+    base = ["tiny-mapl", "--name", "apart", "--pipeline.stages", "2", "--codec.factor", "0"]
+    processes = start_ranks(tmp_path, [command(tmp_path, text, *base, "--codec.rank", rank) for rank in ("4", "5")])
+    errors = finish(processes, 60)
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("configuration of rank 1" in error for error in errors)
+    assert not (tmp_path / "apart").exists()
+
+
+def test_a_rank_whose_peer_dies_names_stage_peer_and_microbatch(text: Path, tmp_path: Path) -> None:
+    words = command(
+        tmp_path, text, "tiny", "--name", "lost", "--pipeline.stages", "2", "--train.steps", "100000",
+        "--train.checkpoint-every", "5", "--train.eval-every", "0",
+    )  # fmt: skip
+    processes = start_ranks(tmp_path, [words, words])
+    os.kill(_worker_of(tmp_path / "lost", rank=1), signal.SIGKILL)
+    began = time.monotonic()
+    errors = finish(processes, 30)
+    assert time.monotonic() - began < 10
+    assert processes[0].returncode == 3
+    last = errors[0].strip().splitlines()[-1]
+    assert "rank 0 (stages [0]) lost a peer at step" in last, last
+
+
+def test_the_schedule_keeps_no_more_microbatches_than_it_must(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert [stage["max_in_flight"] for stage in summary["stages"]] == [2, 1]  # 1F1B: stages left to come
+    model = 4 * (300 * 32 + 2 * (2 * 32 + 4 * 32 * 32 + 3 * 32 * 96))  # embedding and two layers
+    ends = 4 * (32 * 4 + 300 * 16 + 16 * 32)  # frame, anchors, their basis
+    assert summary["stages"][0]["held_bytes"] == model + ends
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

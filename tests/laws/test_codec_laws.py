@@ -66,7 +66,7 @@ def wire_of(codec: Codec) -> Wire:
     boundary, generator = Boundary(BOUNDARY, DIM), torch.Generator().manual_seed(0)
     encoder, decoder = codec.encoder(boundary), codec.decoder(boundary)
     if isinstance(encoder, codecs.subspace.SubspaceEncoder):
-        encoder.init_random(generator)
+        encoder.init_weights(generator)
     decoder.load_state_dict(encoder.state_dict())
     anchors = [codec.anchors(DIM, VOCAB) for _ in range(2)]
     for one in anchors:

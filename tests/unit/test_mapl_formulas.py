@@ -30,7 +30,7 @@ class Ends:
         )
         encoder, decoder = self.codec.encoder(Boundary(0, DIM)), self.codec.decoder(Boundary(0, DIM))
         assert isinstance(encoder, SubspaceEncoder) and isinstance(decoder, SubspaceDecoder)
-        encoder.init_random(generator)
+        encoder.init_weights(generator)
         decoder.load_state_dict(encoder.state_dict())
         self.encoder, self.decoder = encoder.to(dtype), decoder.to(dtype)
         self.sent, self.received = (self._anchors(generator).to(dtype) for _ in range(2))
@@ -134,7 +134,7 @@ def test_the_principal_frame_keeps_activations_that_lie_in_a_plane(dtype: torch.
     ends = Ends(dtype=torch.float32)
     inside = torch.randn(2, 5, RANK) @ torch.linalg.qr(torch.randn(DIM, RANK))[0].mT
     x = (inside + ends.sent(ends.ids)).detach().to(dtype)
-    ends.encoder.init_principal(x, ends.ids, ends.sent)
+    ends.encoder.init_from(x, ends.ids, ends.sent)
     frame = ends.encoder.frame_DK.detach()
     residual = x.float() - ends.sent(ends.ids).detach()
     assert frame.dtype == torch.float32 and orthogonality_error(frame) < 1e-6

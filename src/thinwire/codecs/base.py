@@ -51,7 +51,13 @@ class Anchors(nn.Module, ABC):
 
 
 class Encoder(nn.Module, ABC):
-    """The sender's end of a boundary."""
+    """The sender's end of a boundary. What its parameters share with the decoder's by name, it owns."""
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw the parameters; also after `to_empty` from the meta device."""
+
+    def init_from(self, x_BTD: Tensor, ids_BT: Tensor | None, anchors: Anchors | None) -> None:
+        """Adapt the parameters to the first activations, before anything crosses."""
 
     @abstractmethod
     def forward(self, x_BTD: Tensor, ids_BT: Tensor | None, anchors: Anchors | None) -> Tensor:
@@ -103,6 +109,11 @@ class Codec(ABC):
     @abstractmethod
     def decoder(self, boundary: Boundary) -> Decoder:
         """Make the receiver's end, on the current default device."""
+
+    @property
+    def has_mirror_gradients(self) -> bool:
+        """Whether the decoder's copies of the encoder's parameters have gradients, to be sent to their owner."""
+        return True
 
     def anchors(self, dim: int, vocab_size: int) -> Anchors | None:
         """Make the anchors of one stage, or None. A stage adds them on receive and takes them out on send."""

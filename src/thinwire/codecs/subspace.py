@@ -23,6 +23,7 @@ from thinwire.errors import ConfigError
 from thinwire.stiefel import principal_frame, random_frame
 
 FrameRule = Literal["manifold", "free", "frozen"]
+FrameInit = Literal["pca", "random"]
 FRAME_RULES: tuple[FrameRule, ...] = ("manifold", "free", "frozen")
 
 
@@ -36,7 +37,11 @@ class _FrameEnd(nn.Module):
 
 
 class SubspaceEncoder(_FrameEnd, Encoder):
-    """The sender's end; its frame is the master."""
+    """The sender's end; its frame is the master, orthonormal from the start."""
+
+    def __init__(self, dim: int, rank: int, rule: FrameRule, init: FrameInit) -> None:
+        super().__init__(dim, rank, rule)
+        self.init = init
 
     def forward(self, x_BTD: Tensor, ids_BT: Tensor | None, anchors: Anchors | None) -> Tensor:
         z_BTK: Tensor = x_BTD.to(self.frame_DK.dtype) @ self.frame_DK
@@ -44,17 +49,18 @@ class SubspaceEncoder(_FrameEnd, Encoder):
             return z_BTK
         return z_BTK - anchors.project(ids_BT, self.frame_DK)
 
-    def init_random(self, generator: torch.Generator) -> None:
-        """Draw a uniformly random frame."""
-        with torch.no_grad():
-            self.frame_DK.copy_(random_frame(self.frame_DK.size(0), self.frame_DK.size(1), generator))
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.frame_DK.copy_(random_frame(self.frame_DK.size(0), self.frame_DK.size(1), generator))
 
-    def init_principal(self, x_BTD: Tensor, ids_BT: Tensor | None, anchors: Anchors | None) -> None:
-        """Span the leading principal directions of activations (anchors taken out, not centred)."""
-        with torch.no_grad():
-            residual = x_BTD.float() if anchors is None or ids_BT is None else x_BTD.float() - anchors(ids_BT)
-            rows = residual.flatten(0, -2)
-            self.frame_DK.copy_(principal_frame(rows.mT @ rows, self.frame_DK.size(1)))
+    @torch.no_grad()
+    def init_from(self, x_BTD: Tensor, ids_BT: Tensor | None, anchors: Anchors | None) -> None:
+        """With init "pca": span the leading principal directions of activations, anchors out, not centred."""
+        if self.init != "pca":
+            return
+        residual = x_BTD.float() if anchors is None or ids_BT is None else x_BTD.float() - anchors(ids_BT)
+        rows = residual.flatten(0, -2)
+        self.frame_DK.copy_(principal_frame(rows.mT @ rows, self.frame_DK.size(1)))
 
 
 class SubspaceDecoder(_FrameEnd, Decoder):
@@ -89,7 +95,7 @@ class Subspace(Codec):
     anchor_rank: int = 0
     frame: FrameRule = "manifold"
     frame_gradient: Literal["both", "sender"] = "both"
-    init: Literal["pca", "random"] = "pca"
+    init: FrameInit = "pca"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,12 +124,16 @@ class Subspace(Codec):
             )
         return self.rank
 
+    @property
+    def has_mirror_gradients(self) -> bool:
+        return self.frame_gradient == "both"
+
     def encoder(self, boundary: Boundary) -> Encoder:
-        return SubspaceEncoder(boundary.dim, self.num_coordinates(boundary.dim), self.frame)
+        return SubspaceEncoder(boundary.dim, self.num_coordinates(boundary.dim), self.frame, self.init)
 
     def decoder(self, boundary: Boundary) -> Decoder:
-        sender_only = self.frame_gradient == "sender"
-        return SubspaceDecoder(boundary.dim, self.num_coordinates(boundary.dim), self.frame, sender_only)
+        rank = self.num_coordinates(boundary.dim)
+        return SubspaceDecoder(boundary.dim, rank, self.frame, owner_gradient_only=not self.has_mirror_gradients)
 
     def anchors(self, dim: int, vocab_size: int) -> Anchors | None:
         return FactorisedAnchors(dim, vocab_size, self.anchor_rank) if self.anchor_rank else None

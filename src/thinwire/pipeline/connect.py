@@ -46,7 +46,7 @@ def connect(
     for stage in mine:
         stage.connect(ledger, link if group is not None else None, placed)
     sync = Sync(mine, placed, ledger, group)
-    if group is None:
+    if group is None or num_stages == 1:
         return Twin(mine, sync, num_microbatches, loss)
     return Pipeline(
         mine, sync, schedule=schedule, num_microbatches=num_microbatches, shape=shape, loss=loss, group=group

@@ -8,6 +8,7 @@ rescaled behind the user's back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from thinwire.codecs.subspace import Subspace, SubspaceEncoder
 from thinwire.errors import ConfigError
 from thinwire.pipeline.activity import Activity
 from thinwire.pipeline.orders import check_schedule, stage_rank
@@ -59,9 +59,7 @@ class _Base:
         if stage.is_last:
             return received
         x_BTD, ids_BT = stage.hidden(received, microbatch)
-        if isinstance(stage.codec, Subspace) and stage.codec.init == "pca":
-            assert isinstance(stage.encoder, SubspaceEncoder)
-            stage.encoder.init_principal(x_BTD, ids_BT, stage.sending_anchors)
+        stage.encoder.init_from(x_BTD, ids_BT, stage.sending_anchors)
         self.sync.publish(everything=True, boundary=stage.index)
         return stage.send(x_BTD, ids_BT, microbatch)
 
@@ -104,7 +102,8 @@ class Twin(_Base):
         """Return the logits `(B, T, V)` of one microbatch."""
         received = ids_BT
         for stage in self.stages:
-            with self.activity.timed("F", stage.index, microbatch):
+            timer = self.activity.timed("F", stage.index, microbatch) if torch.is_grad_enabled() else nullcontext()
+            with timer:
                 received = stage(received, microbatch)
         return received
 
@@ -214,11 +213,14 @@ class Pipeline(_Base):
     @torch.no_grad()
     def evaluate(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
         self._check_shape(ids_BT)
-        logits = self._sweep(self._chunks(ids_BT), lambda stage, received, number: stage(received, number))
-        if not self.stages[-1].is_last:
-            return None
-        losses = [self.loss(one, targets) for one, targets in zip(logits, self._chunks(targets_BT), strict=True)]
-        return torch.stack(losses).sum()
+        targets = self._chunks(targets_BT)
+
+        def visit(stage: Stage, received: Tensor, microbatch: int) -> Tensor:
+            output: Tensor = stage(received, microbatch)
+            return self.loss(output, targets[microbatch]) if stage.is_last else output  # logits are not kept
+
+        losses = self._sweep(self._chunks(ids_BT), visit)
+        return torch.stack(losses).sum() if self.stages[-1].is_last else None
 
     def _sweep(
         self,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Anchors, Boundary, Codec, Decoder, Encoder
 from thinwire.codecs.port import Port, pack, unpack
-from thinwire.codecs.subspace import SubspaceEncoder
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.wire import Direction, Ledger, id_width
@@ -127,8 +126,8 @@ class Stage(nn.Module):
         for anchors in (self.own_anchors, self.sending_anchors):
             if anchors is not None:
                 anchors.init_weights(seeded_generator(seed, f"anchors.{self.index}"))
-        if not self.is_last and isinstance(self.encoder, SubspaceEncoder):
-            self.encoder.init_random(seeded_generator(seed, f"outbound.{self.index}"))
+        if not self.is_last:
+            self.encoder.init_weights(seeded_generator(seed, f"outbound.{self.index}"))
 
     def hidden(self, received: Tensor, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Run what was received through this stage's layers; returns `(B, T, D)` (or logits) and the ids."""

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.codecs import Subspace
 from thinwire.errors import WireError
 from thinwire.pipeline.stage import Stage
 from thinwire.wire import Direction, Header, Layout, Ledger, new_carrier, open_carrier
@@ -48,7 +47,7 @@ def shared_tensors(stages: Sequence[Stage]) -> list[Shared]:
     if last == 0:
         return []
     shared = []
-    one_sided = isinstance(stage.codec, Subspace) and stage.codec.frame_gradient == "sender"
+    one_sided = not stage.codec.has_mirror_gradients
     for p in range(last):
         for name, _ in (stage.decoder if stage.is_last else stage.encoder).named_parameters():
             ends = (p, f"outbound.{p}.{name}"), (p + 1, f"inbound.{p}.{name}")

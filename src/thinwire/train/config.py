@@ -266,6 +266,13 @@ def from_dict(plain: dict[str, Any]) -> Config:
         ) from None
 
 
+def run_digest(config: Config) -> str:
+    """What all ranks of a run must agree on: everything but the port."""
+    plain = to_dict(config)
+    plain["pipeline"].pop("port")
+    return _digest(plain)
+
+
 def layout_digest(config: Config) -> str:
     """What must agree for an exact resume: everything but names, intervals, links, ports and the number of steps."""
     plain = to_dict(config)
@@ -275,4 +282,8 @@ def layout_digest(config: Config) -> str:
         plain["pipeline"].pop(name)
     for name in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "threads"):
         plain["train"].pop(name)
+    return _digest(plain)
+
+
+def _digest(plain: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=8).hexdigest()

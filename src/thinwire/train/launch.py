@@ -139,6 +139,7 @@ def _start_processes(config: Config) -> None:
     """One process per rank on this machine, through torch's elastic launcher."""
     from multiprocessing import set_forkserver_preload
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -156,6 +157,8 @@ def _start_processes(config: Config) -> None:
         elastic_launch(launch, _worker)(to_dict(config))
     except ChildFailedError as error:
         raise _first_failure(error, config) from None
+    except SignalException as stop:
+        raise PeerError(f"stopped by {stop.sigval.name} after {_last_step(config)}; continue with --resume") from None
 
 
 def _first_failure(error: Any, config: Config) -> ThinwireError:

@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import __version__
 from thinwire.errors import ConfigError
+from thinwire.link import Link
 from thinwire.optim import clip_gradients, gradient_square_sum, lr_factor, set_lr
 from thinwire.pipeline import frames
 from thinwire.stiefel import orthogonality_error
 from thinwire.train import checkpoint
 from thinwire.train.build import build
-from thinwire.train.config import Config, layout_digest, to_dict
+from thinwire.train.config import Config, layout_digest, run_digest, to_dict
 from thinwire.train.evaluate import Validation
 from thinwire.train.metrics import Journal, TrafficMeter, write_atomically
-from thinwire.train.place import Place, gather_json
+from thinwire.train.place import Place, agree, gather_json
 from thinwire.train.summary import routing_table, summarise
 
 _MAX_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
@@ -38,6 +40,7 @@ class Trainer:
         self.config, self.place = config, place
         self.run = Path(config.folder) / config.name
         self.parts = build(config, place)
+        self._agree_on_the_run()
         self.engine = self.parts.engine
         self.batches = self._batches()
         self.validation = Validation(config, self.parts.data, place)
@@ -74,6 +77,12 @@ class Trainer:
 
     def _batches(self) -> Any:
         return self.parts.data.batches(self.config.model.seq_len, self.config.train.batch_size, self.config.train.seed)
+
+    def _agree_on_the_run(self) -> None:
+        facts = {"version": __version__, "configuration": run_digest(self.config), "text": self.parts.data.digest}
+        if Link.parse(self.config.pipeline.link) is not None:
+            facts["machine (links are emulated inside one only)"] = socket.gethostname()
+        agree(facts, self.place)
 
     # --- the start ---------------------------------------------------------------------------------------------
 

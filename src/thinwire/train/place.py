@@ -78,6 +78,22 @@ def gather_json(value: Any, place: Place) -> list[Any]:
     return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
 
 
+def agree(facts: dict[str, str], place: Place) -> None:
+    """Check that all ranks hold the same facts, before anything else is exchanged.
+
+    Raises:
+        ConfigError: names the first rank that differs from rank 0, and in what.
+    """
+    everyone = gather_json(facts, place)
+    for rank, theirs in enumerate(everyone):
+        for what, value in everyone[0].items():
+            if theirs.get(what) != value:
+                raise ConfigError(
+                    f"{what} of rank {rank} is {theirs.get(what)}, of rank 0 {value}", "the same on all ranks",
+                    "start every process with the same command, code and data",
+                )  # fmt: skip
+
+
 def leave() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():

@@ -33,7 +33,7 @@ def summarise(
     config: Config, place: Place, parts: Parts, records: Sequence[dict[str, Any]], evaluation: dict[str, float]
 ) -> dict[str, Any]:
     """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
-    stages = _gather(_stage_accounts(parts), place)
+    stages = _gather(_stage_accounts(config, parts), place)
     if not place.is_main:
         return {}
     steady = records[_SETTLING_STEPS:] or records
@@ -119,22 +119,26 @@ def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, flo
     return result
 
 
-def _stage_accounts(parts: Parts) -> list[dict[str, Any]]:
-    """Per stage of this process: sizes, medians of its compute, and the process's peak memory."""
+def _stage_accounts(config: Config, parts: Parts) -> list[dict[str, Any]]:
+    """Per stage of this process: sizes, medians of its compute, and the process's peak memory.
+
+    `held_bytes`: parameters and buffers, the codec's included. `wire_buffer_bytes`: what torch's schedule receives
+    into, one carrier per microbatch and direction. `max_in_flight`: microbatches between forward and backward.
+    """
+    pipe = config.pipeline
+    wire_bytes = config.make_codec().wire_bytes((*config.microbatch_shape, config.llama.dim))
     mirrors = parts.engine.sync.mirrors()
     accounts = []
     for stage in parts.stages:
         own = [p for name, p in stage.named_parameters() if name not in mirrors]
-        frame = next(
-            (p for name, p in stage.named_parameters() if name.startswith("outbound.") and p.requires_grad), None
-        )
         held = {p.data_ptr(): p.numel() * p.element_size() for p in [*stage.parameters(), *stage.buffers()]}
         accounts.append(
             {
                 "stage": stage.index,
                 "params": sum(p.numel() for p in own),
                 "held_bytes": sum(held.values()),
-                "frame_bytes": 0 if frame is None else 4 * frame.numel(),
+                "frame_bytes": sum(4 * p.numel() for p in stage.outbound.parameters() if p.requires_grad),
+                "wire_buffer_bytes": len(list(stage.ports())) * pipe.microbatches * wire_bytes,
                 "max_in_flight": parts.engine.activity.max_in_flight.get(stage.index, 1),
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 **_compute_medians(parts, stage.index),
