@@ -46,6 +46,7 @@ def validate(config: Config) -> None:
             f"a multiple of {chunks}",
         )
     _validate_names(config)
+    _refuse_settings_without_effect(config)
     _validate_pipeline(config)
 
 
@@ -81,6 +82,26 @@ def _validate_names(config: Config) -> None:
         raise ConfigError(f"name={config.name!r}", "a folder name without slashes", "set `folder` for another place")
     if config.resume and config.overwrite:
         raise ConfigError("resume and overwrite together", "one of them")
+
+
+def _refuse_settings_without_effect(config: Config) -> None:
+    """A setting that would be accepted and ignored is an error."""
+    pipe, codec, default = config.pipeline, config.codec, Config()
+    frames_learn = codec.name in ("mapl", "free")
+    ignored = {
+        "pipeline.stages_per_rank": pipe.stages_per_rank not in (0, pipe.per_rank),
+        "codec.name": pipe.stages == 1 and codec.name != "identity",
+        "codec.frame_gradient": not frames_learn and codec.frame_gradient != default.codec.frame_gradient,
+        "optim.frame_ratio": not frames_learn and config.optim.frame_ratio != default.optim.frame_ratio,
+        "optim.frame_momentum": codec.name != "mapl" and config.optim.frame_momentum != default.optim.frame_momentum,
+        "data.text_column": config.data.source == "stdlib" and config.data.text_column != default.data.text_column,
+    }
+    for name, without_effect in ignored.items():
+        if without_effect:
+            raise ConfigError(
+                f"{name}, which has no effect with {codec.name}, {pipe.schedule} and {pipe.stages} stages",
+                remedy="leave it out",
+            )
 
 
 def _validate_pipeline(config: Config) -> None:
