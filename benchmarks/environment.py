@@ -1,6 +1,6 @@
 """Write `environment.json` into a benchmark folder: hardware, versions, commit.
 
-    python benchmarks/environment.py benchmarks/FOLDER
+python benchmarks/environment.py benchmarks/FOLDER
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import thinwire
 
 def environment() -> dict[str, object]:
     """What a reader needs to repeat a measurement."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": cpu,

@@ -3,7 +3,7 @@
     python measure.py [--repeats 9] [--tokens 1024] [--threads 2]
 
 D = 1024, K = K' = 256, V = 32,000, four LLaMA layers per stage, float32, one process. A middle stage receives and
-sends: its codec's work is one decoder and one encoder forward, the same backward, and four payloads.
+sends: its codec's work is one decoder and one encoder forward, the same backward, and four payloads opened or written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,62 @@ HERE = Path(__file__).parent
 DIM, RANK, VOCAB = 1024, 256, 32_000
 
 
+class StageAlone:
+    """Four layers, forward and backward, without a codec."""
+
+    def __init__(self, tokens: int) -> None:
+        config = LlamaConfig(vocab_size=VOCAB, dim=DIM, num_layers=4, num_heads=16, max_seq_len=tokens)
+        whole = Llama(config)
+        whole.init_weights(1)
+        self.layers = whole.slice(range(4), embedding=False, head=False)
+        self.x = torch.randn(1, tokens, DIM, requires_grad=True)
+        self.gradient = torch.randn(1, tokens, DIM)
+
+    def __call__(self) -> None:
+        self.layers.zero_grad(set_to_none=True)
+        self.layers(self.x).backward(self.gradient)
+
+
+class CodecAlone:
+    """Both ends of a middle stage, forward and backward, without layers: two payloads opened, two written."""
+
+    def __init__(self, codec: codecs.Codec, tokens: int) -> None:
+        ids = torch.randint(0, VOCAB, (1, tokens))
+        before, self.stage, behind = (Stage(i, 3, Nothing(), codec, DIM, VOCAB) for i in range(3))
+        for stage in (before, self.stage):
+            stage.init_ends(1)
+        self.stage.decoder.frame_DK.data.copy_(before.encoder.frame_DK)
+        self.carrier = before.send(torch.randn(1, tokens, DIM), ids, 0).detach()
+        self.gradient = behind.receiver.pack(torch.randn(1, tokens, RANK), None, 0, DIM)
+
+    def __call__(self) -> None:
+        self.stage.zero_grad(set_to_none=True)
+        self.stage(self.carrier.detach().requires_grad_(), 0).backward(self.gradient)
+
+
 def timed(function) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
+
+
+def compare(name: str, codec_pass: CodecAlone, stage_pass: StageAlone, repeats: int, **about: object) -> dict:
+    """Interleaved: codec, stage, codec, stage ..., after one pass of each."""
+    codec_pass()
+    stage_pass()
+    pairs = [(timed(codec_pass), timed(stage_pass)) for _ in range(repeats)]
+    shares = sorted(100 * codec_s / stage_s for codec_s, stage_s in pairs)
+    return {
+        "codec": name,
+        **about,
+        "codec_s_median": round(statistics.median(c for c, _ in pairs), 5),
+        "stage_s_median": round(statistics.median(s for _, s in pairs), 4),
+        "share_percent_median": round(statistics.median(shares), 2),
+        "share_percent_min": round(shares[0], 2),
+        "share_percent_max": round(shares[-1], 2),
+        "repeats": repeats,
+        "pairs_s": pairs,
+    }
 
 
 def main() -> None:
@@ -37,56 +89,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    config = LlamaConfig(vocab_size=VOCAB, dim=DIM, num_layers=4, num_heads=16, max_seq_len=given.tokens)
-    whole = Llama(config)
-    whole.init_weights(1)
-    layers = whole.slice(range(4), embedding=False, head=False)
-    results = {"command": f"python measure.py --repeats {given.repeats} --tokens {given.tokens} --threads {given.threads}"}
+    stage_pass = StageAlone(given.tokens)
     rows = []
-    for name, options in {
-        "mapl, anchors 256": {"rank": RANK, "anchor_rank": 256},
-        "mapl, no anchors": {"rank": RANK},
-    }.items():
-        codec = codecs.get("mapl", wire_format="bf16", **options)
-        ends = middle_stage_without_layers(codec)
-        ids = torch.randint(0, VOCAB, (1, given.tokens))
-        carrier = incoming(codec, ids)
-        x = torch.randn(1, given.tokens, DIM, requires_grad=True)
-
-        def stage_pass() -> None:
-            layers.zero_grad(set_to_none=True)
-            layers(x).backward(torch.ones(1, given.tokens, DIM))
-
-        def codec_pass() -> None:
-            ends.zero_grad(set_to_none=True)
-            arrived = carrier.detach().requires_grad_()
-            out = ends(arrived, 0)
-            out.backward(gradient_carrier(codec, ids))
-
-        for function in (stage_pass, codec_pass):
-            function()
-        pairs = [(timed(codec_pass), timed(stage_pass)) for _ in range(given.repeats)]
-        shares = sorted(100 * codec_s / stage_s for codec_s, stage_s in pairs)
-        rows.append(
-            {
-                "codec": name,
-                "tokens": given.tokens,
-                "threads": given.threads,
-                "codec_s_median": statistics.median(c for c, _ in pairs),
-                "stage_s_median": statistics.median(s for _, s in pairs),
-                "share_percent_median": statistics.median(shares),
-                "share_percent_min": shares[0],
-                "share_percent_max": shares[-1],
-                "repeats": given.repeats,
-            }
-        )
-        results[name] = pairs
-    stem = f"tokens{given.tokens}-threads{given.threads}"
+    for name, anchor_rank in (("mapl, anchors 256", 256), ("mapl, no anchors", 0)):
+        codec_pass = CodecAlone(codecs.get("mapl", rank=RANK, anchor_rank=anchor_rank), given.tokens)
+        rows.append(compare(name, codec_pass, stage_pass, given.repeats, tokens=given.tokens, threads=given.threads))
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{stem}.json").write_text(json.dumps({**results, "rows": rows}, indent=1))
-    table = [row for path in sorted((HERE / "results").glob("*.json")) for row in json.loads(path.read_text())["rows"]]
+    path = HERE / "results" / f"tokens{given.tokens}-threads{given.threads}.json"
+    path.write_text(json.dumps(rows, indent=1))
+    table = [row for path in sorted((HERE / "results").glob("*.json")) for row in json.loads(path.read_text())]
+    for row in table:
+        del row["pairs_s"]
     (HERE / "table.json").write_text(json.dumps(table, indent=1))
-    for row in rows:
+    for row in table:
         print(row)
 
 
@@ -99,27 +114,6 @@ class Nothing(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-
-def middle_stage_without_layers(codec: codecs.Codec) -> Stage:
-    stage = Stage(1, 3, Nothing(), codec, DIM, VOCAB)
-    stage.init_ends(1)
-    stage.decoder.frame_DK.data.copy_(stage.encoder.frame_DK)
-    return stage
-
-
-def incoming(codec: codecs.Codec, ids: torch.Tensor) -> torch.Tensor:
-    """What the stage before sends."""
-    before = Stage(0, 3, Nothing(), codec, DIM, VOCAB)
-    before.init_ends(1)
-    return before.send(torch.randn(*ids.shape, DIM), ids, 0).detach()
-
-
-def gradient_carrier(codec: codecs.Codec, ids: torch.Tensor) -> torch.Tensor:
-    """What the stage behind sends back."""
-    behind = Stage(2, 3, Nothing(), codec, DIM, VOCAB)
-    assert behind.receiver is not None
-    return behind.receiver.pack(torch.randn(*ids.shape, RANK), None, 0, DIM)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Which first frame is better: random, or PCA of the first activations? One JSON per run; a second call resumes.
 
-    python sweep.py WORKER NUM_WORKERS      run the share of one worker
-    python sweep.py table                   write table.json and print it
+python sweep.py WORKER NUM_WORKERS      run the share of one worker
+python sweep.py table                   write table.json and print it
 """
 
 from __future__ import annotations
