@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .batches import Batches, StreamBatches, TokenData, bits_per_byte, prepare, validation_windows
-from .corpus import Corpus, Document, load_corpus, stream_hub
-from .tokenizer import Tokenizer, cache_dir, train_or_load
+from thinwire.data.batches import Batches, StreamBatches, TokenData, bits_per_byte, prepare, validation_windows
+from thinwire.data.corpus import Corpus, Document, load_corpus, stream_hub
+from thinwire.data.tokenizer import Tokenizer, cache_dir, train_or_load
 
 __all__ = [
     "Batches",

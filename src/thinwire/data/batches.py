@@ -20,9 +20,7 @@ import torch
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from thinwire.errors import ConfigError
-
-from .corpus import (
+from thinwire.data.corpus import (
     DEFAULT_COLUMN,
     HUB_PREFIX,
     Corpus,
@@ -32,7 +30,8 @@ from .corpus import (
     load_corpus,
     stream_hub,
 )
-from .tokenizer import Tokenizer, cache_dir, train_or_load, write_atomically
+from thinwire.data.tokenizer import Tokenizer, cache_dir, train_or_load, write_atomically
+from thinwire.errors import ConfigError
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 OpenDocuments = Callable[[int], Iterator[Document]]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.data.corpus import Corpus, Document
 from thinwire.errors import ConfigError
-
-from .corpus import Corpus, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .llama import (
+from thinwire.models.llama import (
     SIZES,
     Llama,
     LlamaConfig,

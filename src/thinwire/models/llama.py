@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .llama_config import (
+from thinwire.models.llama_config import (
     SIZES,
     LlamaConfig,
     end_parameter_counts,
