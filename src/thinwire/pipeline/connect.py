@@ -42,10 +42,11 @@ def connect(
     num_ranks = dist.get_world_size(group) if group is not None else num_stages // per_rank
     placed = stage_rank(schedule, num_ranks, per_rank) if num_stages > 1 else {0: 0}
     ledger = Ledger()
+    emulated = link if group is not None else None  # the twin has no time
     mine = [stage for stage in stages if group is None or placed[stage.index] == dist.get_rank(group)]
     for stage in mine:
-        stage.connect(ledger, link if group is not None else None, placed)
-    sync = Sync(mine, placed, ledger, group)
+        stage.connect(ledger, emulated, placed)
+    sync = Sync(mine, placed, ledger, group, emulated)
     if group is None or num_stages == 1:
         return Twin(mine, sync, num_microbatches, loss)
     return Pipeline(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.errors import WireError
+from thinwire.link import Link, LinkQueue, wait_until
 from thinwire.pipeline.stage import Stage
 from thinwire.wire import Direction, Header, Layout, Ledger, new_carrier, open_carrier
 
@@ -67,6 +68,7 @@ class Sync:
         stages: this process's stages.
         stage_rank: the rank in `group` of every stage; all equal in one process.
         group: None in one process.
+        link: emulated for what crosses no boundary's own wire (tied embeddings, from the first stage to the last).
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Sync:
         stage_rank: dict[int, int],
         ledger: Ledger,
         group: dist.ProcessGroup | None = None,
+        link: Link | None = None,
     ) -> None:
         self.stage_rank = stage_rank
         self.group = group
@@ -85,6 +88,7 @@ class Sync:
             for stage in stages
             for name, parameter in stage.named_parameters(remove_duplicate=False)
         }
+        self.direct = LinkQueue(link) if link is not None else None
         self.shared = shared_tensors(stages)
         for shared in self.shared:
             mirror = self.parameters.get(shared.mirror)
@@ -189,6 +193,8 @@ class Sync:
         port = self.ports.get((shared.boundary, direction))
         if port is not None:
             port.wait_for_link(header.sent_at_s, payload.numel())
+        elif self.direct is not None:
+            wait_until(self.direct.arrival(header.sent_at_s, payload.numel()))
         _, target = _ends(shared, direction)
         values = payload[header.layout.codes_section].view(torch.float32)
         return values.view(self.parameters[target].shape).to(self.parameters[target].dtype)

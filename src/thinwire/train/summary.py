@@ -86,10 +86,17 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
         link=link,
     )
     rest_s: float = median(record["optimizer_s"] + record["data_s"] for record in records)
-    frame_bytes = max((stage["frame_bytes"] for stage in stages), default=0)
-    if link is not None and frame_bytes:
-        rest_s += 2 * link.transfer_s(frame_bytes + HEADER_BYTES)
+    if link is not None:
+        rest_s += 2 * _exchange_s(config, link, max(stage["frame_bytes"] for stage in stages))
     return config.train.accumulation * timeline.step_s + rest_s
+
+
+def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
+    """Seconds in which shared tensors go one way, all boundaries at once."""
+    placed, llama = ranks_of_stages(config), config.llama
+    tied = llama.tied_head and placed[0] != placed[len(placed) - 1]
+    messages = [frame_bytes, 4 * llama.vocab_size * llama.dim if tied else 0]
+    return max((link.transfer_s(size + HEADER_BYTES) for size in messages if size), default=0.0)
 
 
 def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
