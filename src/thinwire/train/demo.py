@@ -8,7 +8,7 @@ from pathlib import Path
 from thinwire.train import recipes
 from thinwire.train.launch import train
 
-RECIPES = ("demo-uncompressed", "demo-mapl")
+RUNS = {"bf16": "demo-uncompressed", "mapl-8x": "demo-mapl"}
 
 
 def demo(folder: str, steps: int = 0) -> list[Path]:
@@ -18,8 +18,8 @@ def demo(folder: str, steps: int = 0) -> list[Path]:
         steps: of each run; 0: the recipe's.
     """
     runs = []
-    for name in RECIPES:
-        config = replace(recipes.get(name), folder=folder, overwrite=True)
+    for name, recipe in RUNS.items():
+        config = replace(recipes.get(recipe), folder=folder, name=name, overwrite=True)
         if steps:
             config = replace(config, train=replace(config.train, steps=steps))
         train(config)

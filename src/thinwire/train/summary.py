@@ -43,8 +43,8 @@ def summarise(
         **_traffic(config, records),
         "median_step_s": median(record["step_s"] for record in steady),
         "predicted_step_s": predicted_step_s(config, stages, steady),
-        "link": config.pipeline.link,
-        "link_emulated": place.group is not None and Link.parse(config.pipeline.link) is not None,
+        "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
+        "predicted_for_link": config.pipeline.link,
         "codec": _codec_name(config),
         "orthogonality_error": max(record["orthogonality_error"] for record in records),
         "train_tokens": len(records) * config.tokens_per_step,
