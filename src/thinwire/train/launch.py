@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -139,7 +140,7 @@ def _start_processes(config: Config) -> None:
     """One process per rank on this machine, through torch's elastic launcher."""
     from multiprocessing import set_forkserver_preload
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -148,13 +149,14 @@ def _start_processes(config: Config) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     set_forkserver_preload([_WORKER_MODULE])
-    launch = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=config.pipeline.ranks, run_id=config.name,
-        rdzv_backend="c10d", rdzv_endpoint=f"localhost:{config.pipeline.port}", local_addr="localhost",
-        start_method="forkserver", max_restarts=0, monitor_interval=0.1,
-    )  # fmt: skip
     try:
-        elastic_launch(launch, _worker)(to_dict(config))
+        with tempfile.TemporaryDirectory() as logs:
+            launch = LaunchConfig(
+                min_nodes=1, max_nodes=1, nproc_per_node=config.pipeline.ranks, run_id=config.name,
+                rdzv_backend="c10d", rdzv_endpoint=f"localhost:{config.pipeline.port}", local_addr="localhost",
+                start_method="forkserver", max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(logs),
+            )  # fmt: skip
+            elastic_launch(launch, _worker)(to_dict(config))
     except ChildFailedError as error:
         raise _first_failure(error, config) from None
     except SignalException as stop:
