@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError, ThinwireError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 2 wrong configuration, 3 a peer or the network failed."""
-    from thinwire.train.launch import report_errors
+    from thinwire.train.failures import report_errors
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

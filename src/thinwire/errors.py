@@ -29,3 +29,9 @@ class PeerError(ThinwireError, RuntimeError):
     """A peer or the network failed. Names stage, peer and microbatch where known. Exit code 3."""
 
     exit_code = 3
+
+
+class StorageError(ThinwireError, RuntimeError):
+    """A run's files cannot be written: a full disk, a lost mount. Exit code 3; the last checkpoint stays good."""
+
+    exit_code = 3

@@ -20,6 +20,7 @@ _BANDWIDTH_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LATENCY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _FORMS = 'forms: "none", "20mbit", "20mbit,20ms", "inf,50ms" (units bit kbit mbit gbit; us ms s)'
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)")
+_MAX_LATENCY_S = 3_600
 _SPIN_S = 2e-4  # the kernel wakes a sleeper late by about this much; the rest is spent spinning
 
 
@@ -33,8 +34,8 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth_bps > 0:
             raise ConfigError(f"link bandwidth {self.bandwidth_bps} bit/s", "a rate above 0", "give one, as in 20mbit")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"link latency {self.latency_s} s", "a time of 0 or more", "give one, as in 20ms")
+        if not 0 <= self.latency_s <= _MAX_LATENCY_S:
+            raise ConfigError(f"link latency {self.latency_s:g} s", f"0 to {_MAX_LATENCY_S} s", "give one, as in 20ms")
 
     @classmethod
     def parse(cls, text: str) -> Link | None:

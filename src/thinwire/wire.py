@@ -15,6 +15,7 @@ section is idle.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -112,13 +113,28 @@ class Header:
         Raises:
             WireError: not one of our payloads, or of another version.
         """
-        magic, version, direction, _, codec, boundary, id_bytes, microbatch, rows, tokens, ids, codes, side, sent = (
-            _HEADER.unpack(raw)
-        )
+        (
+            magic,
+            version,
+            direction,
+            flags,
+            codec,
+            boundary,
+            id_bytes,
+            microbatch,
+            rows,
+            tokens,
+            ids,
+            codes,
+            side,
+            sent,
+        ) = _HEADER.unpack(raw)
         if magic != MAGIC or direction not in (Direction.FORWARD, Direction.BACKWARD):
             raise WireError(f"{where}: received bytes that are no payload (they start with {raw[:4].hex()})")
         if version != VERSION:
             raise WireError(f"{where}: payload version {version}, this end speaks {VERSION}; install one on all ranks")
+        if flags or not 0 <= sent < math.inf:
+            raise WireError(f"{where}: header with flags {flags} and send time {sent}, which version 1 does not know")
         if ids != rows * tokens * id_bytes:
             raise WireError(f"{where}: header announces {ids} bytes of ids for {rows} x {tokens} of {id_bytes} bytes")
         layout = Layout(rows, tokens, id_bytes, codes, side)
@@ -163,6 +179,10 @@ def write_ids(payload: Tensor, layout: Layout, ids_BT: Tensor | None) -> None:
     if ids_BT is None:
         section.zero_()
     elif layout.id_bytes:
+        if ids_BT.numel() and (int(ids_BT.min()) < 0 or int(ids_BT.max()) >= 1 << 8 * layout.id_bytes):
+            raise WireError(
+                f"token ids outside 0 to {(1 << 8 * layout.id_bytes) - 1} on a wire of {layout.id_bytes} bytes"
+            )
         section.view(_ID_DTYPES[layout.id_bytes]).copy_(ids_BT.reshape(-1))
 
 

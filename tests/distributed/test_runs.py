@@ -204,6 +204,34 @@ def test_ranks_that_disagree_are_told_before_anything_is_exchanged(text: Path, t
     assert not (tmp_path / "apart").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killing_the_launcher_ends_its_processes(text: Path, tmp_path: Path) -> None:
+    words = command(
+        tmp_path, text, "tiny", "--name", "orphans", "--pipeline.stages", "2", "--train.steps", "100000",
+        "--train.checkpoint-every", "5", "--train.eval-every", "0",
+    )  # fmt: skip
+    process = subprocess.Popen(words, env=environment(tmp_path), stderr=subprocess.DEVNULL)
+    _worker_of(tmp_path / "orphans", rank=0)
+    workers = [row["pid"] for row in json.loads((tmp_path / "orphans" / "processes.json").read_text())]
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 10
+    while any(_alive(pid) for pid in workers):
+        assert time.monotonic() < until, "processes went on without their launcher"
+        time.sleep(0.1)
+
+
+def test_a_fault_inside_a_process_is_one_line(text: Path, tmp_path: Path) -> None:
+    done = train(
+        tmp_path, text, "tiny", "--name", "huge", "--pipeline.stages", "2", "--train.steps", "30",
+        "--optim.lr", "1e30",
+    )  # fmt: skip
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert "10 steps in a row" in last and "lower optim.lr" in last
+    assert sum("steps in a row" in line for line in done.stderr.splitlines()) == 1
+
+
 def test_a_rank_whose_peer_dies_names_stage_peer_and_microbatch(text: Path, tmp_path: Path) -> None:
     words = command(
         tmp_path, text, "tiny", "--name", "lost", "--pipeline.stages", "2", "--train.steps", "100000",

@@ -22,8 +22,9 @@ def small_model(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
 
 
 def twin_of(stages: list[Stage], num_microbatches: int = 2) -> Twin:
+    """For batches of the default size of `batch`."""
     sync = Sync(stages, {stage.index: 0 for stage in stages}, Ledger())
-    return Twin(stages, sync, num_microbatches, loss)
+    return Twin(stages, sync, num_microbatches, (4 // num_microbatches, 5), loss)
 
 
 def small_twin(codec: Codec, num_stages: int, config: LlamaConfig = CONFIG) -> Twin:

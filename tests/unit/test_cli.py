@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from thinwire.cli import main
 from thinwire.train import recipes
@@ -123,7 +124,7 @@ def test_a_port_in_use_is_refused(here: Path, capsys: pytest.CaptureFixture[str]
         other.bind(("localhost", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        words = ["train", "tiny", *SMALL, "--data.source", "text.txt", "--pipeline.port", port]
+        words = ["train", "tiny", *SMALL[:-1], "--data.source", "text.txt", "--pipeline.port", port]
         assert f"pipeline.port={port}" in refused(capsys, *words)
 
 
@@ -170,3 +171,84 @@ def test_a_factor_counts_everything() -> None:
     config = recipes.get("demo-mapl")
     codec = config.make_codec()
     assert 8 <= config.expected_factor(codec) < 8 * (codec.rank + 1) / codec.rank  # type: ignore[attr-defined]
+
+
+def _trained(folder: Path, *words: str) -> list[str]:
+    base = ["train", "tiny-mapl", *SMALL, "--data.source", "text.txt", "--codec.factor", "0", "--codec.rank", "4"]
+    assert main([*base, "--name", "a", *words]) == 0
+    return [*base, "--name", "a"]
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_run_left_as_it_was(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*_trained(here), "--resume", "--train.steps", "4"]
+    newest = here / "runs/a/checkpoints/step-00000002"
+    capsys.readouterr()
+    shard = next(newest.glob("*.safetensors"))
+    state = (newest / "run.json").read_text()
+    config = (here / "runs/a/config.json").read_bytes()
+    good = shard.read_bytes()
+    for content, says in (
+        (good[:-1] + bytes([good[-1] ^ 1]), "digest"),
+        (good[:100], "digest"),
+        (None, "cannot be read"),
+    ):
+        shard.unlink() if content is None else shard.write_bytes(content)
+        assert says in refused(capsys, *words)
+        assert says in refused(capsys, "eval", "runs/a")
+    shard.write_bytes(good)
+    for content in ("[]", "{}", state.replace('"step": 2', '"step": 400'), state.replace('"step": 2', '"step": "x"')):
+        (newest / "run.json").write_text(content)
+        assert "damaged" in refused(capsys, *words)
+    assert (here / "runs/a/config.json").read_bytes() == config
+    (newest / "run.json").write_text(state)
+    (here / "runs/a/metrics.jsonl").write_bytes(b'[]\n{}\n\xff\xfe\n{"step": "x"}\n')
+    assert main(words) == 0
+
+
+def test_a_finished_run_is_not_run_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _trained(here)
+    capsys.readouterr()
+    summary = (here / "runs/a/summary.json").read_bytes()
+    assert "at step 2 of 2" in refused(capsys, *words, "--resume")
+    assert (here / "runs/a/summary.json").read_bytes() == summary
+
+
+def test_overwrite_leaves_alone_what_is_no_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "precious").mkdir()
+    (here / "precious/data").write_text("keep")
+    words = ["train", "tiny", *SMALL, "--data.source", "text.txt", "--folder", ".", "--name", "precious", "--overwrite"]
+    assert "no run folder" in refused(capsys, *words)
+    assert (here / "precious/data").read_text() == "keep"
+
+
+def test_a_run_in_progress_is_not_started_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs").mkdir()
+    with FileLock(here / "runs/.b.lock"):
+        words = ["train", "tiny", *SMALL, "--data.source", "text.txt", "--name", "b"]
+        assert "in progress" in refused(capsys, *words)
+
+
+def test_evaluation_on_other_text_is_refused_but_generation_needs_none(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _trained(here)
+    with (here / "text.txt").open("a") as file:
+        file.write("and more")
+    capsys.readouterr()
+    assert "not what" in refused(capsys, "eval", "runs/a")
+    (here / "text.txt").unlink()
+    assert main(["generate", "runs/a", "word", "--tokens", "2"]) == 0
+
+
+def test_what_is_no_error_of_ours_is_one_line_too(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(config: object) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("thinwire.train.launch.load_data", broken)
+    assert main(["train", "tiny", *SMALL]) == 1
+    line = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError: by nothing" in line and len(line.splitlines()) == 1

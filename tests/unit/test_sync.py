@@ -151,6 +151,7 @@ def test_in_one_process_synchronising_is_free() -> None:
     assert twin.sync.ledger.total() == 0
 
 
-def test_a_batch_that_does_not_divide_into_microbatches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch of 3 sequences in 2 microbatches; allowed: a multiple"):
-        small_twin(IDENTITY, 2).step(*batch(rows=3))
+def test_a_batch_of_another_shape_is_refused() -> None:
+    for rows, tokens in ((3, 5), (4, 6), (0, 5)):
+        with pytest.raises(ConfigError, match=r"batch of shape .*allowed: \(4, 5\): 2 microbatches of \(2, 5\)"):
+            small_twin(IDENTITY, 2).step(*batch(rows, tokens))

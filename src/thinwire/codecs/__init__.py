@@ -50,7 +50,7 @@ def get(name: str, **options: Any) -> Codec:
     Raises:
         ConfigError: unknown name, unknown option or a value out of range.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ConfigError(f"codec {name!r}", ", ".join(names()), "choose one of these")
     try:
         return _REGISTRY[name](**options)

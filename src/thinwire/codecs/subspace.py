@@ -106,6 +106,9 @@ class Subspace(Codec):
         ):
             if value not in allowed:
                 raise ConfigError(f"codec {name}={value!r}", ", ".join(allowed))
+        for name, rank in (("rank", self.rank), ("anchor_rank", self.anchor_rank)):
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise ConfigError(f"codec {name}={rank!r}", "a whole number")
         if self.rank < 1:
             raise ConfigError(f"codec rank {self.rank}", "1 to the model's width")
         if self.anchor_rank < 0:

@@ -14,6 +14,7 @@ from thinwire.optim.muon import Muon
 from thinwire.optim.spel import Spel
 
 Decay = Literal["cosine", "wsd", "constant"]
+_RULES = ("muon", "adamw", "spel")
 DECAYS: tuple[Decay, ...] = ("cosine", "wsd", "constant")
 
 
@@ -28,6 +29,8 @@ def build_optimizers(
     """Return one optimizer per rule among `groups` (of `param_groups`): Muon, AdamW, SPEL. Only Muon's decay."""
     made: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
+        if group.get("rule") not in _RULES:
+            raise ConfigError(f"a group with rule {group.get('rule')!r}", ", ".join(_RULES), "use param_groups")
         made.setdefault(group["rule"], []).append(group)
     optimizers: list[torch.optim.Optimizer] = []
     if "muon" in made:
@@ -50,11 +53,12 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    gradients = [p.grad for p in parameters]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    for p in parameters:
-        p.grad = None
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ def route(
     fused: Mapping[str, Sequence[int]] | None = None,
     free_frames: bool = False,
     adamw: Sequence[str] = (),
+    tables: Container[int] = (),
 ) -> list[Route]:
     """Decide the rule of every parameter.
 
@@ -51,9 +52,11 @@ def route(
         fused: row counts of the logical matrices in a fused projection, by parameter name (or its end after a dot).
         free_frames: frames learn without a constraint, by AdamW at `frame_lr`.
         adamw: further patterns (regular expressions, searched in names) of matrices that AdamW shall train.
+        tables: `id`s of further parameters for AdamW: embeddings, whatever they are called.
 
     Raises:
-        ConfigError: a pattern or a fused name that matches nothing, or splits that do not add up.
+        ConfigError: a pattern or a fused name that matches nothing, splits that do not add up, or a parameter that
+            is not of real floating-point numbers.
     """
     parameters = list(named_parameters)
     for suffix in fused or {}:
@@ -64,13 +67,20 @@ def route(
     routes = []
     for name, parameter in parameters:
         splits: tuple[int, ...] = ()
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ConfigError(f"parameter {name} of {parameter.dtype}", "real floating-point numbers", "freeze it")
         if id(parameter) in seen or getattr(parameter, "is_mirror", False) or re.search(_MIRROR, name):
             rule, rate = "mirror", 0.0
         elif not parameter.requires_grad:
             rule, rate = "frozen", 0.0
         elif re.search(_FRAME, name):
             rule, rate = ("adamw" if free_frames else "spel"), frame_lr
-        elif parameter.dim() < 2 or any(re.search(pattern, name) for pattern in (_ENDS, _TABLE, *adamw)):
+        elif (
+            parameter.dim() < 2
+            or not parameter.numel()
+            or id(parameter) in tables
+            or any(re.search(pattern, name) for pattern in (_ENDS, _TABLE, *adamw))
+        ):
             rule, rate = "adamw", adamw_lr
         else:
             rule, rate = "muon", lr
@@ -100,19 +110,46 @@ def param_groups(
         adamw_lr=0.5 * lr if adamw_lr is None else adamw_lr,
         frame_lr=0.1 * lr if frame_lr is None else frame_lr,
         fused=fused_splits(models),
+        free_frames=has_free_frames(models),
         adamw=adamw,
+        tables=embedding_tables(models),
     )
     return groups(routes)
 
 
+def has_free_frames(models: Iterable[nn.Module]) -> bool:
+    """Whether the codec ends inside `models` say that their frames learn without a constraint."""
+    return any(getattr(module, "rule", None) == "free" for model in models for module in model.modules())
+
+
+def embedding_tables(models: Iterable[nn.Module]) -> set[int]:
+    """`id`s of the weights of all embeddings inside `models`."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(module.weight) for model in models for module in model.modules() if isinstance(module, kinds)}
+
+
 def fused_splits(models: Iterable[nn.Module]) -> dict[str, Sequence[int]]:
-    """Row counts of all fused projections that modules inside `models` know of, by full parameter name."""
+    """Row counts of all fused projections that modules inside `models` know of, by full parameter name.
+
+    Modules tell by a method `fused_splits()`; of torch's own, attention and recurrent layers are known.
+    """
     return {
         f"{prefix}.{name}" if prefix else name: rows
         for model in models
         for prefix, module in model.named_modules()
-        for name, rows in getattr(module, "fused_splits", dict)().items()
+        for name, rows in _known_splits(module).items()
     }
+
+
+def _known_splits(module: nn.Module) -> dict[str, Sequence[int]]:
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        return {"in_proj_weight": (module.embed_dim,) * 3}
+    if isinstance(module, nn.RNNBase):
+        gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+        weights = {name: p for name, p in module.named_parameters() if name.startswith("weight_") and gates > 1}
+        return {name: (p.shape[0] // gates,) * gates for name, p in weights.items() if "_hr_" not in name}
+    splits: dict[str, Sequence[int]] = getattr(module, "fused_splits", dict)()
+    return splits
 
 
 def groups(routes: Iterable[Route]) -> list[dict[str, Any]]:
@@ -149,7 +186,13 @@ def _is(name: str, suffix: str) -> bool:
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    if isinstance(patterns, str):
+        raise ConfigError(f"adamw={patterns!r}", "a list of patterns", f"write [{patterns!r}]")
     for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r} for AdamW ({error})", "regular expressions") from None
         if not any(re.search(pattern, name) for name in names):
             raise ConfigError(f"pattern {pattern!r} for AdamW", "patterns that match a parameter")
 

@@ -10,6 +10,7 @@ viewed as (O, I * kh * kw). Matrices of one shape go through the iteration in on
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients = POLAR
 
 
 def _check(lr: float, momentum: float, weight_decay: float) -> None:
-    if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0:
+    if not (0 <= lr < math.inf and 0 <= momentum < 1 and 0 <= weight_decay < math.inf):
         raise ConfigError(
             f"Muon with lr={lr}, momentum={momentum}, weight_decay={weight_decay}",
             "lr and weight_decay of 0 or more, momentum in [0, 1)",
@@ -86,9 +87,12 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         _check(group["lr"], group["momentum"], group["weight_decay"])
         group.setdefault("splits", [() for _ in group["params"]])
-        for p in group["params"]:
-            if p.dim() < 2:
-                raise ConfigError(f"Muon for a shape {tuple(p.shape)}", "two dimensions or more", "use AdamW")
+        for p, splits in zip(group["params"], group["splits"], strict=True):
+            if p.dim() < 2 or not p.numel() or not p.is_floating_point():
+                given = f"Muon for a parameter of {p.dtype} {tuple(p.shape)}"
+                raise ConfigError(given, "real matrices, two dimensions or more", "use AdamW")
+            if splits and (sum(splits) != p.size(0) or min(splits) < 1):
+                raise ConfigError(f"splits {tuple(splits)}", f"row counts that add up to {p.size(0)}")
             self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,6 +27,15 @@ def spel_step(frame_DK: Tensor, momentum_DK: Tensor, lr: float) -> Tensor:
     return retract(frame_DK - lr * polar(momentum_DK, dtype=torch.float32))
 
 
+def _check_rates(lr: float, momentum: float) -> None:
+    if not 0 <= lr <= MAX_FRAME_LR or not 0 <= momentum < 1:
+        raise ConfigError(
+            f"frame lr {lr} and momentum {momentum}",
+            f"lr in [0, {MAX_FRAME_LR}], momentum in [0, 1)",
+            "frames take small steps: MAPL's are a tenth of the main rate",
+        )
+
+
 class Spel(torch.optim.Optimizer):
     """Trains frames; they stay orthonormal to 1e-6. Float32, no weight decay, `p.grad` is read only.
 
@@ -41,23 +50,22 @@ class Spel(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
-        for group in self.param_groups:
-            if not 0 <= group["lr"] <= MAX_FRAME_LR or not 0 <= group["momentum"] < 1:
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its state is made at once, so that a checkpoint finds it."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_rates(group["lr"], group["momentum"])
+        for p in group["params"]:
+            if p.dim() != 2 or p.dtype != torch.float32:
+                raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
+            if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:
                 raise ConfigError(
-                    f"frame lr {group['lr']} and momentum {group['momentum']}",
-                    f"lr in [0, {MAX_FRAME_LR}], momentum in [0, 1)",
-                    "frames take small steps: MAPL's are a tenth of the main rate",
+                    f"a frame {tuple(p.shape)} with orthogonality error {orthogonality_error(p):.1e}",
+                    "orthonormal columns",
+                    "start from random_frame",
                 )
-            for p in group["params"]:
-                if p.dim() != 2 or p.dtype != torch.float32:
-                    raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
-                if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:
-                    raise ConfigError(
-                        f"a frame {tuple(p.shape)} with orthogonality error {orthogonality_error(p):.1e}",
-                        "orthonormal columns",
-                        "start from random_frame",
-                    )
-                self.state[p]["momentum"] = torch.zeros_like(p)
+            self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -67,6 +75,7 @@ class Spel(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            _check_rates(group["lr"], group["momentum"])
             for p in group["params"]:
                 if p.grad is not None:
                     self._step(p, group["lr"], group["momentum"])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.pipeline.engine import Engine, LossFunction, Pipeline, Twin
 from thinwire.pipeline.orders import stage_rank, stages_per_rank_of
@@ -35,20 +36,29 @@ def connect(
         link: emulated between stages on different ranks; the twin has none.
 
     Raises:
-        ConfigError: a schedule that does not take these counts.
+        ConfigError: counts or stages that do not fit together, or that the schedule does not take.
     """
+    if not stages or num_microbatches < 1 or len(shape) != 2 or min(shape) < 1:
+        given = f"{len(stages)} stages, {num_microbatches} microbatches of shape {tuple(shape)}"
+        raise ConfigError(given, "a stage or more, a microbatch or more of shape (B, T), both at least 1")
     num_stages = stages[0].num_stages
     per_rank = stages_per_rank_of(schedule, stages_per_rank) if num_stages > 1 else 1
     num_ranks = dist.get_world_size(group) if group is not None else num_stages // per_rank
     placed = stage_rank(schedule, num_ranks, per_rank) if num_stages > 1 else {0: 0}
+    if len(placed) != num_stages:
+        raise ConfigError(f"{num_stages} stages, {per_rank} per rank", f"a multiple of {per_rank}")
     ledger = Ledger()
+    mine = [stage for stage in stages if group is None or placed.get(stage.index) == dist.get_rank(group)]
+    held = [stage.index for stage in mine]
+    wanted = [index for index in placed if group is None or placed[index] == dist.get_rank(group)]
+    if held != wanted:
+        raise ConfigError(f"stages {held}", f"stages {wanted}, in order", "pass all that split gives")
     emulated = link if group is not None else None  # the twin has no time
-    mine = [stage for stage in stages if group is None or placed[stage.index] == dist.get_rank(group)]
     for stage in mine:
         stage.connect(ledger, emulated, placed)
     sync = Sync(mine, placed, ledger, group, emulated)
     if group is None or num_stages == 1:
-        return Twin(mine, sync, num_microbatches, loss)
+        return Twin(mine, sync, num_microbatches, shape, loss)
     return Pipeline(
         mine, sync, schedule=schedule, num_microbatches=num_microbatches, shape=shape, loss=loss, group=group
     )

@@ -46,8 +46,11 @@ class Engine(Protocol):
 
 
 class _Base:
-    def __init__(self, stages: Sequence[Stage], sync: Sync, num_microbatches: int, loss: LossFunction) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], sync: Sync, num_microbatches: int, shape: tuple[int, int], loss: LossFunction
+    ) -> None:
         self.stages = stages
+        self.shape = shape
         self.sync = sync
         self.ledger = sync.ledger
         self.num_microbatches = num_microbatches
@@ -64,12 +67,18 @@ class _Base:
         return stage.send(x_BTD, ids_BT, microbatch)
 
     def _chunks(self, batch: Tensor) -> tuple[Tensor, ...]:
-        if batch.size(0) % self.num_microbatches:
-            raise ConfigError(
-                f"batch of {batch.size(0)} sequences in {self.num_microbatches} microbatches",
-                "a multiple of the number of microbatches",
-            )
         return batch.chunk(self.num_microbatches)
+
+    def _check_shapes(self, *batches: Tensor) -> None:
+        """Refuse batches of another shape than the engine was built for, before anything is sent."""
+        expected = (self.shape[0] * self.num_microbatches, self.shape[1])
+        for batch in batches:
+            if tuple(batch.shape) != expected:
+                raise ConfigError(
+                    f"batch of shape {tuple(batch.shape)}",
+                    f"{expected}: {self.num_microbatches} microbatches of {self.shape}, as the pipeline was built",
+                    "build another pipeline for other shapes",
+                )
 
 
 class Twin(_Base):
@@ -80,9 +89,10 @@ class Twin(_Base):
         received = ids_BT
         for stage in self.stages:
             received = self._first_pass(stage, received, 0)
-        self.sync.publish(everything=True)
+        self.sync.publish(everything=True, boundary=self.stages[0].num_stages - 1)  # what crosses no boundary
 
     def step(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        self._check_shapes(ids_BT, targets_BT)
         total = torch.zeros((), device=ids_BT.device)
         for number, (ids, targets) in enumerate(zip(self._chunks(ids_BT), self._chunks(targets_BT), strict=True)):
             loss = self.loss(self.forward(ids, number), targets)
@@ -93,6 +103,7 @@ class Twin(_Base):
 
     @torch.no_grad()
     def evaluate(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        self._check_shapes(ids_BT, targets_BT)
         total = torch.zeros((), device=ids_BT.device)
         for number, (ids, targets) in enumerate(zip(self._chunks(ids_BT), self._chunks(targets_BT), strict=True)):
             total += self.loss(self.forward(ids, number), targets)
@@ -169,8 +180,8 @@ class Pipeline(_Base):
         loss: LossFunction,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(stages, sync, num_microbatches, loss)
-        self.shape, self.group = shape, group
+        super().__init__(stages, sync, num_microbatches, shape, loss)
+        self.group = group
         self.device = next(stages[0].parameters()).device
         num_ranks, num_stages = dist.get_world_size(group), stages[0].num_stages
         check_schedule(schedule, num_ranks, num_stages // num_ranks, num_microbatches)
@@ -199,10 +210,10 @@ class Pipeline(_Base):
     @torch.no_grad()
     def start(self, ids_BT: Tensor) -> None:
         self._sweep([ids_BT], self._first_pass, before=self._receive_frame)
-        self.sync.publish(everything=True)
+        self.sync.publish(everything=True, boundary=self.stages[0].num_stages - 1)  # what crosses no boundary
 
     def step(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        self._check_shape(ids_BT)
+        self._check_shapes(ids_BT, targets_BT)
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.stages[0].is_first else ()
         target = targets_BT if self.stages[-1].is_last else None
@@ -212,7 +223,7 @@ class Pipeline(_Base):
 
     @torch.no_grad()
     def evaluate(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        self._check_shape(ids_BT)
+        self._check_shapes(ids_BT, targets_BT)
         targets = self._chunks(targets_BT)
 
         def visit(stage: Stage, received: Tensor, microbatch: int) -> Tensor:
@@ -260,12 +271,3 @@ class Pipeline(_Base):
 
     def _receive_frame(self, stage: Stage) -> None:
         self.sync.publish(everything=True, boundary=stage.index - 1)
-
-    def _check_shape(self, ids_BT: Tensor) -> None:
-        expected = (self.shape[0] * self.num_microbatches, self.shape[1])
-        if tuple(ids_BT.shape) != expected:
-            raise ConfigError(
-                f"batch of shape {tuple(ids_BT.shape)}",
-                f"{expected}: {self.num_microbatches} microbatches of {self.shape}, as the pipeline was built",
-                "build another pipeline for other shapes",
-            )

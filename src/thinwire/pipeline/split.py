@@ -101,6 +101,10 @@ def split(
     Raises:
         ConfigError: the model cannot be cut so, or the codec cannot work at its width or vocabulary.
     """
+    if not isinstance(codec, Codec):
+        raise ConfigError(f"codec {codec!r}", "a Codec", "make one with thinwire.codecs.get(name, ...)")
+    if not isinstance(model, nn.Module) or not hasattr(model, "slice"):
+        raise ConfigError(f"model {type(model).__name__}", "a module with `config` and `slice`, as models.Llama")
     counts = layer_counts(model, num_stages, balance)
     device = next(iter(_parameters(model))).device
     stages: list[Stage] = []

@@ -175,7 +175,8 @@ class Sync:
         return dist.P2POp(function, tensor, group=self.group, group_peer=rank)  # type: ignore[arg-type]
 
     def _pack(self, shared: Shared, tensor: Tensor, direction: Direction) -> Tensor:
-        header = Header(_CODEC, shared.boundary, direction, 0, _layout(tensor), time.monotonic())
+        number = self.shared.index(shared)  # takes the microbatch's place: which tensor this is
+        header = Header(_CODEC, shared.boundary, direction, number, _layout(tensor), time.monotonic())
         carrier, payload = new_carrier(header, tensor.device)
         payload[header.layout.codes_section].view(torch.float32).copy_(tensor.reshape(-1))
         kind = shared.kind if direction is Direction.FORWARD else f"{shared.kind}_gradient"
@@ -188,8 +189,9 @@ class Sync:
     def _unpack(self, shared: Shared, carrier: Tensor, direction: Direction) -> Tensor:
         where = f"{shared.kind} of boundary {shared.boundary}, {direction.name.lower()}"
         header, payload = open_carrier(carrier, where)
-        if (header.codec, header.boundary, header.direction) != (_CODEC, shared.boundary, direction):
-            raise WireError(f"{where}: received a message of boundary {header.boundary} instead")
+        expected = (_CODEC, shared.boundary, direction, self.shared.index(shared))
+        if (header.codec, header.boundary, header.direction, header.microbatch) != expected:
+            raise WireError(f"{where}: received message {header.microbatch} of boundary {header.boundary} instead")
         port = self.ports.get((shared.boundary, direction))
         if port is not None:
             port.wait_for_link(header.sent_at_s, payload.numel())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
 from thinwire.models import Llama
-from thinwire.optim import Route, build_optimizers, fused_splits, groups, route
+from thinwire.optim import Route, build_optimizers, fused_splits, groups, has_free_frames, route
 from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
@@ -72,7 +72,7 @@ def build(config: Config, place: Place) -> Parts:
     """Build everything for this process."""
     data = load_data(config)
     stages = build_stages(config, place)
-    engine = _engine(config, place, stages)
+    engine = build_engine(config, place, stages)
     routes = _routes(config, stages)
     optim = config.optim
     optimizers = build_optimizers(
@@ -81,7 +81,8 @@ def build(config: Config, place: Place) -> Parts:
     return Parts(data, stages, engine, routes, optimizers)
 
 
-def _engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
+def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
+    """Connect stages as the configuration says."""
     if config.model.dtype == "bf16":
         for stage in stages:
             _autocast(stage)
@@ -113,5 +114,5 @@ def _routes(config: Config, stages: list[Stage]) -> list[Route]:
         adamw_lr=optim.adamw_ratio * optim.lr,
         frame_lr=optim.frame_ratio * optim.lr,
         fused=fused_splits(stages),
-        free_frames=config.codec.name == "free",
+        free_frames=has_free_frames(stages),
     )

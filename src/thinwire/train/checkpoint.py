@@ -9,6 +9,7 @@ A checkpoint is written beside and renamed when whole, so a crash while saving n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, StorageError
 from thinwire.pipeline import Stage, Sync
 from thinwire.train.place import Place
 
@@ -39,17 +40,46 @@ def latest(run: Path) -> Path | None:
     return max(complete, default=None)
 
 
+_STATE_TYPES = {
+    "step": int, "tokens": int, "elapsed_s": float, "data": dict, "data_digest": str, "digest": str, "shards": dict,
+}  # fmt: skip
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:
-        ConfigError: unreadable.
+        ConfigError: unreadable, incomplete, or renamed.
     """
     try:
-        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {checkpoint} is unreadable ({error})", remedy="use an earlier one") from None
-    return state
+        state: Any = json.loads((checkpoint / _STATE).read_text())
+        wrong = [name for name, kind in _STATE_TYPES.items() if not isinstance(state[name], kind)]
+        if wrong or f"step-{state['step']:08d}" != checkpoint.name:
+            raise ValueError(f"unexpected {', '.join(wrong) or 'step'}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"checkpoint {checkpoint} is damaged ({reason})", remedy=_OTHER) from None
+    return dict(state)
+
+
+_OTHER = "delete it to continue from an earlier one"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def _check_shards(checkpoint: Path, shards: dict[str, str], place: Place) -> None:
+    """Compare shards with the digests taken when they were saved; each rank checks its share."""
+    for number, (name, digest) in enumerate(sorted(shards.items())):
+        if number % place.world == place.rank:
+            try:
+                damaged = _digest(checkpoint / name) != digest
+            except OSError as error:
+                raise ConfigError(f"{checkpoint / name} cannot be read ({error.strerror})", remedy=_OTHER) from None
+            if damaged:
+                raise ConfigError(f"{checkpoint / name} is damaged: its digest is another", remedy=_OTHER)
 
 
 def check_resumable(path: Path, state: dict[str, Any], digest: str, data_digest: str) -> None:
@@ -89,46 +119,63 @@ def tensors(
 
 
 def save(run: Path, step: int, state: dict[str, Any], values: dict[str, Tensor], place: Place, *, keep: int) -> Path:
-    """Write a checkpoint, all ranks together, then forget all but the newest `keep`. Returns its folder."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+    """Write a checkpoint, all ranks together, then forget all but the newest `keep`. Returns its folder.
 
+    Raises:
+        StorageError: the disk is full or cannot be written; nothing half-written is left.
+    """
     final = folder_of(run) / f"step-{step:08d}"
     partial = final.with_name(f".{final.name}.partial")
-    if place.is_main:
+    try:
+        if place.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        _barrier(place)
+        _write_shards(partial, values, place)
+        if place.is_main:
+            shards = {path.name: _digest(path) for path in partial.glob("*.safetensors")}
+            (partial / _STATE).write_text(json.dumps({**state, "shards": shards}))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            for old in sorted(folder_of(run).glob("step-*"))[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(place)
-    contiguous = {name: value.contiguous() for name, value in values.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process: torch warns that it saves without a group
-        save_distributed(
-            contiguous,
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
-            process_group=place.group,
-            no_dist=place.group is None,
-        )
-    _barrier(place)
-    if place.is_main:
-        (partial / _STATE).write_text(json.dumps(state))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        for old in sorted(folder_of(run).glob("step-*"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        first = _first_cause(error)
+        if isinstance(first, OSError) or "write" in str(first).lower():
+            raise StorageError(
+                f"checkpoint {final} cannot be written ({' '.join(str(first).split())[:200]})"
+            ) from error
+        raise
     _barrier(place)
     return final
 
 
+def _write_shards(folder: Path, values: dict[str, Tensor], place: Place) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process: torch warns that it saves without a group
+        save_distributed(
+            {name: value.contiguous() for name, value in values.items()},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=place.group,
+            no_dist=place.group is None,
+        )
+    _barrier(place)
+
+
 def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
-    """Fill `values` in place from a checkpoint.
+    """Fill `values` in place from a checkpoint whose shards are as they were saved.
 
     Raises:
-        ConfigError: tensors are missing or have other shapes: the checkpoint is of another configuration.
+        ConfigError: a shard is damaged, or tensors are missing or have other shapes.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+    _check_shards(checkpoint, read_state(checkpoint)["shards"], place)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,12 +185,21 @@ def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
                 process_group=place.group,
                 no_dist=place.group is None,
             )
-    except (RuntimeError, ValueError, KeyError, OSError, CheckpointException) as error:
-        reason = " ".join(str(error).split())[:200]
+    except Exception as error:
+        reason = " ".join(str(_first_cause(error)).split())[:200]
         raise ConfigError(
             f"checkpoint {checkpoint} does not fit this run ({reason})",
             remedy="resume with the configuration it was saved with",
         ) from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What went wrong on the first rank where something did."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        return next((wrapped[0] for wrapped in error.failures.values()), error)
+    return error
 
 
 def _barrier(place: Place) -> None:

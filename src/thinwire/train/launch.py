@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, PeerError, ThinwireError
+from filelock import FileLock, Timeout
+
+from thinwire.data import validation_windows
+from thinwire.errors import ConfigError, PeerError
 from thinwire.train import checkpoint
-from thinwire.train.build import load_data, ranks_of_stages
+from thinwire.train.build import load_data
 from thinwire.train.config import Config, from_dict, layout_digest, to_dict
-from thinwire.train.place import Place, join, leave, one_line, under_launcher
+from thinwire.train.failures import explain, first_failure, progress, report_errors
+from thinwire.train.place import Place, join, leave, under_launcher
 from thinwire.train.validate import validate
 
 _WORKER_MODULE = "thinwire.train.loop"  # imported once, by the process from which workers are forked
@@ -32,18 +38,18 @@ def preflight(config: Config) -> None:
     """
     validate(config)
     run = Path(config.folder) / config.name
-    newest = checkpoint.latest(run)
-    if config.resume and newest is None:
-        raise ConfigError(f"resume of {run}, which has no checkpoint", remedy="drop --resume to start it")
-    if not config.resume and not config.overwrite and run.is_dir() and any(run.iterdir()):
-        raise ConfigError(
-            f"run folder {run} exists", "a new name",
-            "pass --resume to continue it, --overwrite to replace it, or --name for another",
-        )  # fmt: skip
+    newest = _check_folder(config, run)
     data = load_data(config)
     data.batches(config.model.seq_len, config.train.batch_size, config.train.seed)
-    if config.resume and newest is not None:
-        checkpoint.check_resumable(newest, checkpoint.read_state(newest), layout_digest(config), data.digest)
+    validation_windows(data.validation, config.model.seq_len, config.data.val_tokens)
+    if newest is not None:
+        state = checkpoint.read_state(newest)
+        checkpoint.check_resumable(newest, state, layout_digest(config), data.digest)
+        if state["step"] >= config.train.steps:
+            raise ConfigError(
+                f"run {run} is at step {state['step']} of {config.train.steps}", "more steps than that",
+                "raise train.steps, or start a run of another name",
+            )  # fmt: skip
     if config.pipeline.port:
         _check_port(config.pipeline.port)
 
@@ -52,14 +58,15 @@ def train(config: Config) -> None:
     """Run `config` to its end: in this process (twin, or under a launcher), or in processes started here.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: the configuration is wrong, or the run is in progress already.
         PeerError: a process of the run failed.
     """
     preflight(config)
-    if under_launcher() or config.pipeline.emulate or config.pipeline.stages == 1:
-        run_here(config)
-    else:
-        _start_processes(config)
+    with _run_lock(config):
+        if under_launcher() or config.pipeline.emulate or config.pipeline.stages == 1:
+            run_here(config)
+        else:
+            _start_processes(config)
 
 
 def run_here(config: Config) -> dict[str, Any]:
@@ -77,69 +84,83 @@ def run_here(config: Config) -> dict[str, Any]:
         trainer = Trainer(config, place)
         return trainer.fit()
     except Exception as error:
-        raise _explain(error, config, place, trainer) from error
+        activity = "the start" if trainer is None else trainer.engine.activity
+        raise explain(error, config, place, activity) from error
     finally:
         leave()
 
 
-def _explain(error: Exception, config: Config, place: Place | None, trainer: Any) -> Exception:
-    """Turn what the engine or the network raised into an error that says where the run stood."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ThinwireError):
-            return cause if isinstance(cause, Exception) else error
-        cause = cause.__cause__ or cause.__context__
-    if place is None or place.group is None or not _is_network(error):
-        return error
-    held = [stage for stage, rank in ranks_of_stages(config).items() if rank == place.rank]
-    stood = "at the start" if trainer is None else f"at {trainer.engine.activity}"
-    return PeerError(f"rank {place.rank} (stages {held}) lost a peer {stood}: {one_line(_root(error))}")
+def _check_folder(config: Config, run: Path) -> Path | None:
+    """Return the checkpoint to continue from, if any.
+
+    Raises:
+        ConfigError: a folder that cannot be written, is no run, holds a run in the way, or no checkpoint to continue.
+    """
+    try:
+        entries = list(run.iterdir()) if run.exists() else []
+        newest = checkpoint.latest(run)
+        parent = next(path for path in (run, *run.parents) if path.exists())
+        if not os.access(parent, os.W_OK) or not parent.is_dir():
+            raise ConfigError(f"run folder {run}: {parent} cannot be written", "a folder of your own", "set --folder")
+    except OSError as error:
+        raise ConfigError(f"run folder {run} ({error.strerror})", "a folder of your own", "set --folder") from None
+    if config.resume and newest is None:
+        raise ConfigError(f"resume of {run}, which has no checkpoint", remedy="drop --resume to start it")
+    if config.overwrite and entries and not (run / "config.json").is_file():
+        raise ConfigError(
+            f"overwrite of {run}, which is no run folder", "one that thinwire wrote", "choose another name"
+        )
+    if entries and not config.resume and not config.overwrite:
+        raise ConfigError(
+            f"run folder {run} exists", "a new name",
+            "pass --resume to continue it, --overwrite to replace it, or --name for another",
+        )  # fmt: skip
+    return newest if config.resume else None
 
 
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+@contextmanager
+def _run_lock(config: Config) -> Iterator[None]:
+    """Keep other starts of the same run out until this one is over. Only one process of a run holds it."""
+    if int(os.environ.get("RANK", "0") or 0):
+        yield
+        return
+    folder = Path(config.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f".{config.name}.lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"run {folder / config.name} is in progress", "one at a time", "choose another name"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"folder {folder} ({error.strerror})", "a folder of your own", "set --folder") from None
+    with lock:
+        yield
 
 
-def _is_network(error: BaseException) -> bool:
-    import torch.distributed as dist
-
-    text = str(_root(error)).lower()
-    words = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "broken pipe", "reset")
-    return isinstance(error, dist.DistError) or any(word in text for word in words)
-
-
-def _worker(plain: dict[str, Any]) -> None:
-    """The body of a process started by `_start_processes`."""
-    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
-    code = report_errors(lambda: run_here(from_dict(plain)))
+def _worker(plain: dict[str, Any], reports: str) -> None:
+    """The body of a process started by `_start_processes`. What it has to say goes into its report."""
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    lines: list[str] = []
+    code = report_errors(lambda: run_here(from_dict(plain)), lines.append)
+    if lines:
+        Path(reports, os.environ["RANK"]).write_text(f"{code} {lines[0]}")
     if code == PeerError.exit_code:
         time.sleep(_GRACE_S)
     sys.exit(code)
 
 
-def _leave_with_parent(parent: int, every_s: float = 1.0) -> None:
-    """Do not train on when the launcher was killed."""
-    while os.getppid() == parent:
-        time.sleep(every_s)
-    os._exit(PeerError.exit_code)
-
-
-def report_errors(action: Any) -> int:
-    """Run `action`; print its error, if it is one of ours, as one line. Returns the exit code."""
-    try:
-        action()
-    except ThinwireError as error:
-        print(f"thinwire: {one_line(error, 1000)}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
+def _leave_with_parent() -> None:
+    """Do not train on when the launcher was killed. (The operating system's parent is the fork server.)"""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(PeerError.exit_code)
 
 
 def _start_processes(config: Config) -> None:
     """One process per rank on this machine, through torch's elastic launcher."""
-    from multiprocessing import set_forkserver_preload
-
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -147,39 +168,21 @@ def _start_processes(config: Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.train.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    set_forkserver_preload([_WORKER_MODULE])
-    try:
-        with tempfile.TemporaryDirectory() as logs:
-            launch = LaunchConfig(
-                min_nodes=1, max_nodes=1, nproc_per_node=config.pipeline.ranks, run_id=config.name,
-                rdzv_backend="c10d", rdzv_endpoint=f"localhost:{config.pipeline.port}", local_addr="localhost",
-                start_method="forkserver", max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(logs),
-            )  # fmt: skip
-            elastic_launch(launch, _worker)(to_dict(config))
-    except ChildFailedError as error:
-        raise _first_failure(error, config) from None
-    except SignalException as stop:
-        raise PeerError(f"stopped by {stop.sigval.name} after {_last_step(config)}; continue with --resume") from None
-
-
-def _first_failure(error: Any, config: Config) -> ThinwireError:
-    """Name the process that failed first and what it held."""
-    rank, failure = error.get_first_failure()
-    stages = [stage for stage, place in ranks_of_stages(config).items() if place == rank]
-    code = failure.exitcode
-    if code == ConfigError.exit_code:
-        return ConfigError(f"rank {rank} (stages {stages}) refused the configuration, as said above")
-    died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    newest = checkpoint.latest(Path(config.folder) / config.name)
-    saved = f"continue from {newest.name} with --resume" if newest else "nothing was saved yet"
-    return PeerError(f"rank {rank} (stages {stages}) {died} after {_last_step(config)}; {saved}")
-
-
-def _last_step(config: Config) -> str:
-    path = Path(config.folder) / config.name / "metrics.jsonl"
-    finished = sum(1 for _ in path.open()) if path.is_file() else 0
-    return f"{finished} finished steps" if finished else "no finished step"
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    multiprocessing.set_forkserver_preload([_WORKER_MODULE])
+    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as reports:
+        launch = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=config.pipeline.ranks, run_id=config.name,
+            rdzv_backend="c10d", rdzv_endpoint=f"localhost:{config.pipeline.port}", local_addr="localhost",
+            start_method="forkserver", max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(logs),
+        )  # fmt: skip
+        try:
+            elastic_launch(launch, _worker)(to_dict(config), reports)
+        except ChildFailedError as error:
+            raise first_failure(error, config, Path(reports)) from None
+        except SignalException as stop:
+            raise PeerError(f"stopped by {stop.sigval.name} after {progress(config)}") from None
 
 
 def _check_port(port: int) -> None:
@@ -189,7 +192,5 @@ def _check_port(port: int) -> None:
             probe.bind(("localhost", port))
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"pipeline.port={port} ({error})",
-                "a free port of this machine",
-                "choose another, or 0 for any free one",
+                f"pipeline.port={port} ({error})", "a free port", "choose another, or 0 for any"
             ) from None

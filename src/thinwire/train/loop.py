@@ -58,8 +58,8 @@ class Trainer:
             ConfigError: the loss is not finite for ten steps in a row, or a checkpoint does not fit.
         """
         train = self.config.train
+        self._begin()  # may refuse a checkpoint: nothing has been written yet
         self._prepare_folder()
-        self._begin()
         self.journal.open(self.step, routing_table(self.parts.routes, self.place))
         evaluation: dict[str, float] = {}
         try:
@@ -92,6 +92,7 @@ class Trainer:
                 shutil.rmtree(self.run, ignore_errors=True)
             self.run.mkdir(parents=True, exist_ok=True)
             write_atomically(self.run / "config.json", json.dumps(to_dict(self.config), indent=2))
+            self.parts.data.tokenizer.save(self.run / "tokenizer.json")
         processes = gather_json([self._process()], self.place)
         if self.place.is_main:
             write_atomically(self.run / "processes.json", json.dumps([row for part in processes for row in part]))

@@ -85,12 +85,12 @@ def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed while writing
-        if record["step"] <= step:
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
             kept.append(record)
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept

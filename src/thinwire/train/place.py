@@ -44,9 +44,14 @@ def join(config: Config) -> Place:
         PeerError: the others cannot be reached.
     """
     torch.set_num_threads(config.train.threads)
+    try:
+        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(f"RANK or WORLD_SIZE in the environment ({error})", "what a launcher sets") from None
     if config.pipeline.emulate or config.pipeline.stages == 1:
+        if world > 1:
+            raise ConfigError(f"{world} processes for a run in one process", "1", "start it without torchrun")
         return Place(0, 1, _device(0))
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if world != config.pipeline.ranks:
         raise ConfigError(
             f"{world} processes for {config.pipeline.stages} stages with {config.pipeline.per_rank} per process",

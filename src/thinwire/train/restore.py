@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,64 +11,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.data import Tokenizer
 from thinwire.errors import ConfigError
 from thinwire.pipeline import Twin
 from thinwire.train import checkpoint
-from thinwire.train.build import Parts, build
+from thinwire.train.build import build_engine, build_stages, load_data
 from thinwire.train.config import Config, from_dict
 from thinwire.train.evaluate import Validation
 from thinwire.train.place import Place, join
+from thinwire.train.validate import validate
 
 
-def restore(run: Path) -> tuple[Config, Place, Parts]:
-    """Load a run's newest checkpoint into one process.
+def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
+    """Load a run's newest checkpoint into one process; returns its engine and what the checkpoint says of itself.
 
     Raises:
-        ConfigError: no run there, no checkpoint yet, or one that does not fit.
+        ConfigError: no run there, no checkpoint yet, or one that does not fit or is damaged.
     """
     config = replace(_read_config(run), folder=str(run.parent), name=run.name)
-    config = replace(config, pipeline=replace(config.pipeline, emulate=True))
+    config = replace(config, pipeline=replace(config.pipeline, emulate=True, port=0))
+    validate(config)
     newest = checkpoint.latest(run)
     if newest is None:
         raise ConfigError(f"run {run} has no checkpoint", remedy="let it train to its first one")
     place = join(config)
-    parts = build(config, place)
-    values = checkpoint.tensors(parts.stages, parts.engine.sync, (), place)
+    stages = build_stages(config, place)
+    engine = build_engine(config, place, stages)
+    assert isinstance(engine, Twin)
+    values = checkpoint.tensors(stages, engine.sync, (), place)
     values.pop(f"rng/{place.rank}")
     checkpoint.load(newest, values, place)
-    parts.engine.sync.publish(everything=True)
-    return config, place, parts
+    engine.sync.publish(everything=True)
+    return config, place, engine, checkpoint.read_state(newest)
 
 
 def evaluate(run: Path) -> dict[str, float]:
-    """Return the validation loss, perplexity and bits per byte of a run's newest checkpoint."""
-    config, place, parts = restore(run)
-    return Validation(config, parts.data, place).run(parts.engine)
+    """Return the validation loss, perplexity and bits per byte of a run's newest checkpoint.
+
+    Raises:
+        ConfigError: as `restore`; or the text is another than the run was trained on.
+    """
+    config, place, engine, state = restore(run)
+    data = load_data(config)
+    if data.digest != state["data_digest"]:
+        raise ConfigError(
+            f"text {config.data.source!r} is not what {run} was trained on",
+            "the same text",
+            "restore it, or train anew",
+        )
+    return Validation(config, data, place).run(engine)
 
 
 def generate(run: Path, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
     """Return `prompt` continued by `num_tokens` sampled tokens.
 
     Raises:
-        ConfigError: an empty prompt, a negative temperature, or no tokens to add.
+        ConfigError: an empty prompt, a temperature or seed out of range, or no tokens to add.
     """
-    if not prompt or temperature < 0 or num_tokens < 1:
+    usable = prompt and _is_text(prompt) and num_tokens >= 1 and 0 <= seed < 1 << 63
+    if not usable or not (temperature == 0 or 1e-3 <= temperature < math.inf):
         raise ConfigError(
-            f"prompt {prompt!r}, temperature {temperature:g}, {num_tokens} tokens",
-            "some text, a temperature of 0 or more, a token or more",
+            f"prompt {prompt[:40]!r}, temperature {temperature:g}, {num_tokens} tokens, seed {seed}",
+            "some text, a temperature of 0 or from 0.001 on, a token or more, a seed from 0 to 2^63",
         )
-    config, place, parts = restore(run)
-    tokenizer = parts.data.tokenizer
+    config, place, engine, _ = restore(run)
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
     ids: list[int] = tokenizer.encode(prompt).tolist()
     generator = torch.Generator().manual_seed(seed)
-    assert isinstance(parts.engine, Twin)
     for _ in range(num_tokens):
         window = torch.tensor([ids[-config.model.seq_len :]], device=place.device)
         with torch.no_grad():
-            logits = parts.engine.forward(window)[0, -1].float().cpu()
+            logits = engine.forward(window)[0, -1].float().cpu()
         ids.append(_sample(logits, temperature, generator))
     text: str = tokenizer.decode(ids)
     return text
+
+
+def _is_text(prompt: str) -> bool:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sample(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -22,7 +22,7 @@ from thinwire.pipeline.orders import Action, schedule_actions
 from thinwire.plan import simulate
 from thinwire.train.build import Parts, ranks_of_stages
 from thinwire.train.config import Config
-from thinwire.train.metrics import write_atomically
+from thinwire.train.metrics import MEANED, SUMMED, write_atomically
 from thinwire.train.place import Place, gather_json
 from thinwire.wire import HEADER_BYTES
 
@@ -36,6 +36,7 @@ def summarise(
     stages = _gather(_stage_accounts(config, parts), place)
     if not place.is_main:
         return {}
+    records = [record for record in records if record.keys() >= {"step_s", *SUMMED, *MEANED}]  # of this version
     steady = records[_SETTLING_STEPS:] or records
     summary = {
         **evaluation,
@@ -47,7 +48,7 @@ def summarise(
         "predicted_for_link": config.pipeline.link,
         "codec": _codec_name(config),
         "orthogonality_error": max(record["orthogonality_error"] for record in records),
-        "train_tokens": len(records) * config.tokens_per_step,
+        "train_tokens": config.train.steps * config.tokens_per_step,
         "skipped_steps": sum(record["skipped"] for record in records),
         "stages": stages,
         "versions": {"thinwire": __version__, "torch": torch.__version__, "python": platform.python_version()},

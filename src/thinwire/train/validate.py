@@ -13,7 +13,7 @@ from thinwire.link import Link
 from thinwire.models import Llama
 from thinwire.optim.build import DECAYS
 from thinwire.optim.spel import MAX_FRAME_LR
-from thinwire.pipeline.orders import check_schedule
+from thinwire.pipeline.orders import SCHEDULES, check_schedule
 from thinwire.pipeline.split import layer_counts
 from thinwire.train.config import Config
 
@@ -50,6 +50,9 @@ def validate(config: Config) -> None:
     _validate_pipeline(config)
 
 
+_MAX_TIMEOUT_S = 1_000_000
+
+
 def _validate_rates(config: Config) -> None:
     optim = config.optim
     for name, value, allowed in (
@@ -65,10 +68,13 @@ def _validate_rates(config: Config) -> None:
             f"frames' rate {optim.lr * optim.frame_ratio:g} (optim.lr x optim.frame_ratio)", f"up to {MAX_FRAME_LR}",
             "lower optim.frame_ratio",
         )  # fmt: skip
-    if not config.pipeline.timeout_s > 0 or math.isinf(config.pipeline.timeout_s):
-        raise ConfigError(f"pipeline.timeout_s={config.pipeline.timeout_s}", "seconds above 0")
+    if not 1 <= config.pipeline.timeout_s <= _MAX_TIMEOUT_S:
+        raise ConfigError(f"pipeline.timeout_s={config.pipeline.timeout_s}", f"1 to {_MAX_TIMEOUT_S} seconds")
     if not 0 <= config.pipeline.port < 65_536:
         raise ConfigError(f"pipeline.port={config.pipeline.port}", "0 (any free one) to 65535")
+
+
+_MAX_NAME_BYTES = 200
 
 
 def _validate_names(config: Config) -> None:
@@ -78,8 +84,14 @@ def _validate_names(config: Config) -> None:
         raise ConfigError(f"codec.wire_format={config.codec.wire_format!r}", ", ".join(FORMATS))
     if config.optim.decay not in DECAYS:
         raise ConfigError(f"optim.decay={config.optim.decay!r}", ", ".join(DECAYS))
-    if not config.name or "/" in config.name or config.name.startswith("."):
-        raise ConfigError(f"name={config.name!r}", "a folder name without slashes", "set `folder` for another place")
+    printable = config.name.isprintable() and len(config.name.encode()) <= _MAX_NAME_BYTES
+    if not config.name or "/" in config.name or config.name.startswith(".") or not printable:
+        raise ConfigError(
+            f"name={config.name[:40]!r}", f"a folder name without slashes, up to {_MAX_NAME_BYTES} bytes",
+            "set `folder` for another place",
+        )  # fmt: skip
+    if config.pipeline.schedule.lower() not in [name.lower() for name in SCHEDULES]:
+        raise ConfigError(f"schedule {config.pipeline.schedule!r}", ", ".join(SCHEDULES), "choose one of these")
     if config.resume and config.overwrite:
         raise ConfigError("resume and overwrite together", "one of them")
 
@@ -91,6 +103,9 @@ def _refuse_settings_without_effect(config: Config) -> None:
     ignored = {
         "pipeline.stages_per_rank": pipe.stages_per_rank not in (0, pipe.per_rank),
         "codec.name": pipe.stages == 1 and codec.name != "identity",
+        "codec.wire_format": pipe.stages == 1 and codec.wire_format != default.codec.wire_format,
+        "pipeline.link": pipe.stages == 1 and pipe.link != default.pipeline.link,
+        "pipeline.port": (pipe.stages == 1 or pipe.emulate) and pipe.port != 0,
         "codec.frame_gradient": not frames_learn and codec.frame_gradient != default.codec.frame_gradient,
         "optim.frame_ratio": not frames_learn and config.optim.frame_ratio != default.optim.frame_ratio,
         "optim.frame_momentum": codec.name != "mapl" and config.optim.frame_momentum != default.optim.frame_momentum,
