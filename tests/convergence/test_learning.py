@@ -12,9 +12,10 @@ from thinwire.train import recipes
 from thinwire.train.config import CodecConfig, ModelConfig, OptimConfig
 from thinwire.train.launch import preflight, run_here
 
-STEPS = 60
+STEPS = 40
 # Validation loss of `learn` below, float32 on x86-64. Another processor adds in another order: 2 % is for that.
-GOLDEN = {"identity": 1.7401, "mapl": 1.8600, "mapl, no anchors": 1.7831, "fixed": 1.7972, "free": 1.7858}
+# (Initial weights perturbed by 1e-6 move these losses by up to 0.65 %; after 60 steps at rate 0.02 it would be 5.6 %.)
+GOLDEN = {"identity": 1.9477, "mapl": 2.1867, "mapl, no anchors": 2.2098, "fixed": 2.1875, "free": 2.1972}
 CODECS = {
     "identity": CodecConfig(),
     "mapl": CodecConfig(name="mapl", rank=4, anchor_rank=4),
@@ -36,7 +37,7 @@ def learn(folder: Path, codec: CodecConfig, steps: int = STEPS) -> dict[str, flo
         codec=codec,
         data=replace(base.data, source=str(folder / "sums.txt"), val_tokens=2048),
         pipeline=replace(base.pipeline, emulate=True, microbatches=4),
-        optim=OptimConfig(lr=0.02, warmup_steps=5),
+        optim=OptimConfig(lr=0.01, warmup_steps=5),
         train=replace(base.train, steps=steps, batch_size=16, eval_every=0, checkpoint_every=0),
     )
     preflight(config)
