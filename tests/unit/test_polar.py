@@ -141,7 +141,7 @@ def test_exact_is_the_polar_factor_and_zero_where_there_is_none() -> None:
     torch.testing.assert_close(polar(x[0], exact=True).double(), reference.polar(x[0]), rtol=0, atol=1e-7)
     assert torch.equal(polar(torch.zeros(2, 3), exact=True), torch.zeros(2, 3))
     assert polar(torch.diag(torch.tensor([2.0, 0.0])), exact=True).tolist() == [[1, 0], [0, 0]]
-    one_direction = torch.outer(x[0, :, 0], x[0, 0]).double()
+    one_direction = torch.outer(x[0, :, 0].double(), x[0, 0].double())
     torch.testing.assert_close(polar(one_direction, exact=True), one_direction / one_direction.norm())
 
 
@@ -153,7 +153,7 @@ def test_any_number_of_iterations(num_iterations: int) -> None:
 
 
 GRAM_ROUNDING = 5e-3  # float32, small singular values included: the first Gram matrix has lost half their digits
-HALF_ROUNDING = 0.1  # the same in bfloat16, as a share of the norm; five direct bfloat16 iterations leave 0.07
+HALF_ROUNDING = 1.5  # the error in bfloat16 against that of iterating on X itself in bfloat16
 
 
 @pytest.mark.parametrize("shape", [(32, 96), (96, 32), (64, 64)], ids=str)
@@ -163,7 +163,11 @@ def test_the_gram_form_keeps_small_singular_values(shape: tuple[int, int], name:
     expected = reference.polynomial(x, NAMED[name])
     assert torch.linalg.matrix_norm(polar(x, name).double() - expected, 2) <= GRAM_ROUNDING
     half = polar(x, name, dtype=torch.bfloat16).double()
-    assert (half - expected).norm() <= HALF_ROUNDING * expected.norm()
+    direct = (x / (1.02 * x.norm())).bfloat16()
+    for a, b, c in NAMED[name]:
+        gram = direct @ direct.mT
+        direct = a * direct + (b * gram + c * gram @ gram) @ direct
+    assert (half - expected).norm() <= HALF_ROUNDING * (direct.double() - expected).norm()
 
 
 @pytest.mark.parametrize("shape", [(513, 520), (514, 900)], ids=str)
