@@ -19,16 +19,20 @@ Dimension letters: M workers, W words.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Words = TypeVar("Words", Tensor, npt.NDArray[np.int64])  # counted by the same lines of code
 
 WORD_BITS = 64
 MAX_VOTERS = 65_535
 
 _CACHED_BITS = 1 << 16  # packed at a time on the CPU, so that the comparison is still in the cache
-_CACHED_WORDS = 1 << 14  # counted at a time on the CPU, for the same reason
+_CACHED_WORDS = 1 << 13  # counted at a time on the CPU, in numpy, whose operations on little cost half of torch's
 _GATHER = 0x0102040810204080  # brings the lowest bits of a word's eight bytes together in its highest byte
 _NEGATIVE_16 = {torch.float16: (0x8001, 0xFC00), torch.bfloat16: (0x8001, 0xFF80)}  # codes from -smallest to -inf
 
@@ -100,39 +104,18 @@ def count_planes(words_MW: Tensor | Sequence[Tensor]) -> list[Tensor]:
     Carry-save adders: three words of one weight become their sum and their carry, 64 counters at a time, five
     operations, no unpacking. The planes hold M, so there are `M.bit_length()` of them.
     """
-    num_voters = len(words_MW)
-    if not 1 <= num_voters <= MAX_VOTERS:
-        raise ValueError(f"a count over {num_voters} workers; 1 to {MAX_VOTERS} can be counted")
-    planes: list[Tensor] = []
-    level = list(words_MW)
-    while level:
-        carries: list[Tensor] = []
-        total = level.pop()
-        while len(level) >= 2:
-            total, carry = _full_add(total, level.pop(), level.pop())
-            carries.append(carry)
-        if level:
-            last = level.pop()
-            carries.append(total & last)
-            total = total ^ last
-        planes.append(total)
-        level = carries
-    return planes
+    _check_num_voters(len(words_MW))
+    return [plane for (plane,) in _count(list(words_MW), whole=True)]
 
 
 def compare_planes(planes: Sequence[Tensor], threshold: int) -> tuple[Tensor, Tensor]:
     """Return two masks `(W,)`: where the count is greater than the threshold, where it is equal."""
-    greater_W = torch.zeros_like(planes[0])
     if threshold >> len(planes):
-        return greater_W, torch.zeros_like(planes[0])
-    equal_W = torch.full_like(planes[0], -1)
-    for k in reversed(range(len(planes))):
-        if threshold >> k & 1:
-            equal_W &= planes[k]
-        else:
-            greater_W |= equal_W & planes[k]
-            equal_W &= ~planes[k]
-    return greater_W, equal_W
+        return torch.zeros_like(planes[0]), torch.zeros_like(planes[0])
+    pairs = [[plane] for plane in planes]
+    greater_W = _at_least(pairs, threshold + 1)
+    reached_W = _at_least(pairs, threshold) if threshold else torch.full_like(greater_W, -1)
+    return greater_W, reached_W ^ greater_W
 
 
 def majority(words_MW: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,13 +124,14 @@ def majority(words_MW: Tensor) -> tuple[Tensor, Tensor]:
     Equal to the sign of the integer sum of the workers' +1 and -1, with `tie_W` where that sum is zero, for
     1 <= M <= 65,535. Leave a worker that abstains out of the rows. `tie_W` is zero for odd M; padding is zero in both.
     """
-    num_voters, width = words_MW.shape
-    negative_W, tie_W = words_MW.new_zeros(2, width)
-    for columns in _chunks(words_MW):
-        more, equal = compare_planes(count_planes(words_MW[:, columns]), num_voters // 2)
-        negative_W[columns] = more
-        if num_voters % 2 == 0:
-            tie_W[columns] = equal
+    _check_num_voters(len(words_MW))
+    negative_W, tie_W = words_MW.new_zeros(2, words_MW.size(1))
+    half, is_odd = divmod(len(words_MW), 2)
+    for words, negative, tie in _pieces(words_MW, negative_W, tie_W):
+        planes = _count(list(words), whole=False)
+        negative[:] = _at_least(planes, half + 1)
+        if not is_odd:
+            tie[:] = _at_least(planes, half) ^ negative
     return negative_W, tie_W
 
 
@@ -156,15 +140,15 @@ def majority_ternary(words_M2W: Tensor) -> tuple[Tensor, Tensor]:
 
     In the padding nobody votes, which is a tie: there `tie_W` is 1.
     """
+    _check_num_voters(len(words_M2W))
     negative_W, tie_W = words_M2W.new_zeros(2, words_M2W.size(-1))
-    for columns in _chunks(words_M2W):
-        against, favour = (count_planes(words_M2W[:, side, columns]) for side in (0, 1))
-        equal = torch.full_like(against[0], -1)
-        more = torch.zeros_like(equal)
-        for a, f in zip(reversed(against), reversed(favour), strict=True):
-            more |= equal & a & ~f
+    for words, negative, tie in _pieces(words_M2W, negative_W, tie_W):
+        against, favour = (_count(list(words[:, side]), whole=True) for side in (0, 1))
+        equal = against[0][0] | ~against[0][0]
+        for (a,), (f,) in zip(reversed(against), reversed(favour), strict=True):
+            negative |= equal & a & ~f
             equal &= ~(a ^ f)
-        negative_W[columns], tie_W[columns] = more, equal
+        tie[:] = equal
     return negative_W, tie_W
 
 
@@ -204,19 +188,64 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _full_add(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Add three bits at every position: sum and carry."""
-    either = a ^ b
-    total = either ^ c
-    return total, either.bitwise_and_(c).bitwise_or_(a & b)
+def _check_num_voters(num_voters: int) -> None:
+    if not 1 <= num_voters <= MAX_VOTERS:
+        raise ValueError(f"a count over {num_voters} workers; 1 to {MAX_VOTERS} can be counted")
 
 
-def _chunks(words: Tensor) -> Iterator[slice]:
-    """Ranges of words to count at a time: what the cache holds on the CPU, else all."""
-    width = words.size(-1)
-    step = _CACHED_WORDS if words.device.type == "cpu" else max(1, width)
-    for start in range(0, width, step):
-        yield slice(start, start + step)
+def _count(level: list[Words], *, whole: bool) -> list[list[Words]]:
+    """The bit planes of the count, one each; where not whole, the lowest may be two, whose sum is left to be taken."""
+    planes: list[list[Words]] = []
+    while level:
+        carries: list[Words] = []
+        total = level.pop()
+        while len(level) >= 2:
+            a, b = level.pop(), level.pop()
+            either = total ^ a
+            carry = total & a
+            total = either ^ b
+            either &= b
+            carry |= either
+            carries.append(carry)
+        if level and (whole or planes):
+            last = level.pop()
+            carries.append(total & last)
+            total = total ^ last
+        level.append(total)
+        planes.append(level)
+        level = carries
+    return planes
+
+
+def _at_least(planes: Sequence[Sequence[Words]], threshold: int) -> Words:
+    """Where the count reaches the threshold, `1 <= threshold <= 2 ** len(planes)`.
+
+    Adds what the threshold lacks to the next power of two and returns the last carry. A constant bit is no operand:
+    the carry of `a + b + 1` is `a | b`, of `a + b + 0` it is `a & b`. So it is one operation for a plane.
+    """
+    lacking = (1 << len(planes)) - threshold
+    carry: Words | None = None
+    for k in range(len(planes)):
+        operands: list[Words] = list(planes[k])
+        if carry is not None:
+            operands.append(carry)
+        has_one = bool(lacking >> k & 1)
+        if len(operands) == 2:
+            a, b = operands
+            carry = a | b if has_one else a & b
+        else:
+            carry = operands[0] if has_one else None
+    return planes[0][0] ^ planes[0][0] if carry is None else carry
+
+
+def _pieces(words: Tensor, *results: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Matching ranges of the last dimension, views to count at a time: on the CPU numpy's, in the cache, else all."""
+    if words.device.type != "cpu":
+        yield (words, *results)
+        return
+    arrays = [tensor.numpy() for tensor in (words, *results)]
+    for start in range(0, words.size(-1), _CACHED_WORDS):
+        yield tuple(array[..., start : start + _CACHED_WORDS] for array in arrays)
 
 
 def _pack_negative(x: Tensor) -> Tensor:
