@@ -31,10 +31,10 @@ Words = TypeVar("Words", Tensor, npt.NDArray[np.int64])  # counted by the same l
 WORD_BITS = 64
 MAX_VOTERS = 65_535
 
-_CACHED_BITS = 1 << 16  # packed at a time on the CPU, so that the comparison is still in the cache
+_CACHED_BITS = 1 << 17  # packed at a time on the CPU, so that the comparison is still in the cache
 _CACHED_WORDS = 1 << 13  # counted at a time on the CPU, in numpy, whose operations on little cost half of torch's
 _GATHER = 0x0102040810204080  # brings the lowest bits of a word's eight bytes together in its highest byte
-_NEGATIVE_16 = {torch.float16: (0x8001, 0xFC00), torch.bfloat16: (0x8001, 0xFF80)}  # codes from -smallest to -inf
+_INFINITY_16 = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}  # codes; numpy has no bfloat16, slow float16
 
 
 def num_words(num_elements: int) -> int:
@@ -47,7 +47,7 @@ def pack_signs(x: Tensor, draw_W: Tensor | None = None) -> Tensor:
 
     `draw_W`, if given, decides for zeros and NaN, bit for bit; its padding is ignored.
     """
-    negative_W = _pack_negative(x)
+    negative_W = _pack_side(x, negative=True)
     if draw_W is None:
         return negative_W
     return negative_W | (draw_W & pack_mask(~((x < 0) | (x > 0))))
@@ -60,7 +60,7 @@ def unpack_signs(words_W: Tensor, num_elements: int) -> Tensor:
 
 def pack_ternary(x: Tensor) -> Tensor:
     """Return int64 words `(2, W)`: where x is negative, where it is positive. Zero, -0.0 and NaN are 0 in both."""
-    return torch.stack([_pack_negative(x), pack_mask(x > 0)])
+    return torch.stack([_pack_side(x, negative=True), _pack_side(x, negative=False)])
 
 
 def unpack_ternary(words_2W: Tensor, num_elements: int) -> Tensor:
@@ -125,8 +125,9 @@ def majority(words_MW: Tensor) -> tuple[Tensor, Tensor]:
     1 <= M <= 65,535. Leave a worker that abstains out of the rows. `tie_W` is zero for odd M; padding is zero in both.
     """
     _check_num_voters(len(words_MW))
-    negative_W, tie_W = words_MW.new_zeros(2, words_MW.size(1))
     half, is_odd = divmod(len(words_MW), 2)
+    negative_W = torch.empty_like(words_MW[0])
+    tie_W = torch.zeros_like(negative_W) if is_odd else torch.empty_like(negative_W)
     for words, negative, tie in _pieces(words_MW, negative_W, tie_W):
         planes = _count(list(words), whole=False)
         negative[:] = _at_least(planes, half + 1)
@@ -248,21 +249,37 @@ def _pieces(words: Tensor, *results: Tensor) -> Iterator[tuple[Any, ...]]:
         yield tuple(array[..., start : start + _CACHED_WORDS] for array in arrays)
 
 
-def _pack_negative(x: Tensor) -> Tensor:
-    """Pack `x < 0`; on the CPU by numpy, piece by piece, in a third of torch's time for the comparison alone."""
+def _pack_side(x: Tensor, *, negative: bool) -> Tensor:
+    """Pack `x < 0` or `x > 0`; on the CPU in numpy, piece by piece, in half the time of torch's comparison alone."""
     if x.device.type != "cpu" or x.dtype == torch.bool:
-        return pack_mask(x < 0)
+        return pack_mask(x < 0 if negative else x > 0)
     flat = x.detach().flatten()
     words_W = torch.zeros(num_words(flat.numel()), dtype=torch.int64)
     octets = words_W.view(torch.uint8).numpy()
-    first, last = _NEGATIVE_16.get(x.dtype, (0, 0))
-    values = flat.view(torch.uint16).numpy() if last else flat.numpy()
+    infinity = _INFINITY_16.get(x.dtype)
+    values = flat.numpy() if infinity is None else flat.view(torch.uint16 if negative else torch.int16).numpy()
+    mask = np.empty(min(_CACHED_BITS, values.size), dtype=np.bool_)
     for start in range(0, values.size, _CACHED_BITS):
         piece = values[start : start + _CACHED_BITS]
-        negative = piece - np.uint16(first) <= last - first if last else piece < 0  # unsigned: wraps below `first`
-        packed = np.packbits(negative, bitorder="little")
+        found = mask[: piece.size]
+        if infinity is None:
+            (np.less if negative else np.greater)(piece, 0, out=found)
+        else:
+            floor = 0x8000 if negative else 0
+            _find_codes(piece, floor, floor + infinity, found)
+        packed = np.packbits(found, bitorder="little")
         octets[start // 8 : start // 8 + packed.size] = packed
     return words_W
+
+
+def _find_codes(codes: npt.NDArray[Any], zero: int, infinity: int, out: npt.NDArray[np.bool_]) -> None:
+    """Numbers of one sign in half precision are the codes above zero up to infinity; NaN lie above, and are rare.
+
+    Negative ones are read as unsigned codes, positive ones as signed, so that the other sign lies below zero.
+    """
+    np.greater(codes, zero, out=out)
+    if codes.max() > infinity:
+        out &= codes <= infinity
 
 
 def _pack_anywhere(mask: Tensor, words_W: Tensor) -> Tensor:

@@ -77,6 +77,15 @@ def test_special_values_have_the_written_rule(dtype: torch.dtype) -> None:
 def test_every_half_precision_number(dtype: torch.dtype) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     assert torch.equal(bits.unpack_signs(bits.pack_signs(x), len(x)), dense_signs(x))
+    assert torch.equal(bits.unpack_ternary(bits.pack_ternary(x), len(x)), dense_ternary(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool], ids=str)
+def test_the_ends_of_integers(dtype: torch.dtype) -> None:
+    ends = [0, 1] if dtype == torch.bool else [torch.iinfo(dtype).min, 0, torch.iinfo(dtype).max]
+    x = torch.tensor(ends, dtype=dtype)
+    assert torch.equal(bits.unpack_signs(bits.pack_signs(x), len(x)), dense_signs(x))
+    assert torch.equal(bits.unpack_ternary(bits.pack_ternary(x), len(x)), dense_ternary(x))
 
 
 def test_zeros_and_nan_take_the_drawn_bit_and_others_do_not() -> None:
