@@ -40,7 +40,8 @@ def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients | str =
         size = batch_size(matrices[indices[0]])
         for start in range(0, len(indices), size):
             some = indices[start : start + size]
-            for i, factor in zip(some, polar(torch.stack([matrices[i] for i in some]), coefficients), strict=True):
+            batch = torch.stack([matrices[i] for i in some]) if len(some) > 1 else matrices[some[0]].unsqueeze(0)
+            for i, factor in zip(some, polar(batch, coefficients), strict=True):
                 result[i] = factor
     return result
 
