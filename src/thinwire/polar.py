@@ -71,9 +71,9 @@ def polar(
 
     Returns:
         A tensor of the shape and dtype of `x`. Singular values are 0.86 to 1.14 for the default (0.68 to 1.2 for
-        `MUON`, one to 1e-5 for `CONVERGING` in float32) unless they were below a thousandth of the Frobenius norm. A zero matrix
-        gives zero; the scale of `x` does not matter. Depends on nothing but `x`: equal inputs give equal outputs on
-        equal hardware.
+        `MUON`, one to 1e-5 for `CONVERGING` in float32) unless they were below a thousandth of the Frobenius norm. A
+        zero matrix gives zero; the scale of `x` does not matter. Depends on nothing but `x`: equal inputs give equal
+        outputs on equal hardware.
     """
     if exact:
         return _through_svd(x)
