@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.polar import POLAR_EXPRESS, Coefficients, polar
+from thinwire.polar import POLAR_EXPRESS, Coefficients, batch_size, named, polar
 
 
 def logical_matrices(tensor: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
@@ -31,15 +31,19 @@ def logical_matrices(tensor: Tensor, splits: Sequence[int] = ()) -> list[Tensor]
     return list(flat.split(list(splits))) if splits else [flat]
 
 
-def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients = POLAR_EXPRESS) -> list[Tensor]:
-    """Return the polar factor of each matrix; those of equal shape are computed together."""
+def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients | str = POLAR_EXPRESS) -> list[Tensor]:
+    """Return the polar factor of each matrix; those of equal shape are computed together, `batch_size` at a time."""
     by_shape: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         by_shape[matrix.shape, matrix.device].append(i)
     result: list[Tensor] = [torch.empty(0)] * len(matrices)
     for indices in by_shape.values():
-        for i, factor in zip(indices, polar(torch.stack([matrices[i] for i in indices]), coefficients), strict=True):
-            result[i] = factor
+        size = batch_size(matrices[indices[0]])
+        for start in range(0, len(indices), size):
+            some = indices[start : start + size]
+            batch = torch.stack([matrices[i] for i in some]) if len(some) > 1 else matrices[some[0]].unsqueeze(0)
+            for i, factor in zip(some, polar(batch, coefficients), strict=True):
+                result[i] = factor
     return result
 
 
@@ -60,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         lr: step in spectral norm; a square matrix moves by `lr` in every direction it moves in.
         momentum: beta.
         weight_decay: decoupled.
-        coefficients: of the polar iteration.
+        coefficients: of the polar iteration, by name or by value.
 
     `p.grad` is read only, parameters without a gradient do not move. Momentum is kept in float32.
 
@@ -76,9 +80,9 @@ class Muon(torch.optim.Optimizer):
         *,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        coefficients: Coefficients = POLAR_EXPRESS,
+        coefficients: Coefficients | str = POLAR_EXPRESS,
     ) -> None:
-        self.coefficients = coefficients
+        self.coefficients = named(coefficients)
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
