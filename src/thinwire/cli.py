@@ -57,6 +57,7 @@ def _train(words: list[str]) -> None:
     """Train a recipe: thinwire train RECIPE [--section.field value]."""
     from thinwire.train import recipes
     from thinwire.train.launch import train
+    from thinwire.train.restore import read_config
 
     if not words or words[0].startswith("-"):
         listing = "\n".join(f"  {name:18} {text}" for name, text in recipes.describe())
@@ -65,7 +66,12 @@ def _train(words: list[str]) -> None:
             raise ConfigError("no recipe", ", ".join(recipes.names()), "name one")
         print("thinwire train RECIPE --help lists all fields.")
         return
-    train(parse_config(recipes.get(words[0]), words[1:]))
+    config = parse_config(recipes.get(words[0]), words[1:])
+    if config.resume:  # what the run was started with holds, where nothing else is said now
+        saved = read_config(Path(config.folder) / config.name)
+        config = parse_config(dataclasses.replace(saved, folder=config.folder, name=config.name), words[1:])
+        config = dataclasses.replace(config, overwrite=False)
+    train(config)
 
 
 def parse_config(default: Any, words: Sequence[str]) -> Any:
@@ -156,12 +162,13 @@ def _report(words: list[str]) -> None:
     """Compare runs: a table here, and one picture of loss over tokens, time and bytes."""
     parser = _parser("report", _report)
     parser.add_argument("runs", nargs="+", help="run folders; the first is the reference of the speed-up")
-    parser.add_argument("--picture", default="report.png", help="where the picture goes")
+    parser.add_argument("--picture", default="", help="where the picture goes (default: into the first run's folder)")
     parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the table")
     given = _parse(parser, words)
     from thinwire.report import show
 
-    show([Path(run) for run in given.runs], Path(given.picture), as_json=given.json)
+    picture = Path(given.picture) if given.picture else Path(given.runs[0]) / "report.png"
+    show([Path(run) for run in given.runs], picture, as_json=given.json)
 
 
 class _Parser(argparse.ArgumentParser):

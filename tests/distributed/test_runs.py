@@ -102,9 +102,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished: Path, t
     with (again / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # killed while writing
     done = train(
-        tmp_path, text, "tiny-mapl", "--name", "whole", "--pipeline.stages", "2", "--train.steps", "6",
-        "--train.checkpoint-every", "3", "--train.eval-every", "3", "--codec.factor", "0", "--codec.rank", "4",
-        "--resume",
+        tmp_path, text, "tiny-mapl", "--name", "whole", "--resume",  # the rest as in its config.json
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     old, new = (tensors(run / "checkpoints" / "step-00000006") for run in (finished, again))
@@ -147,7 +145,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(finished: Path, text: 
         "--resume",
     )
     assert done.returncode == 2
-    assert "another configuration" in done.stderr
+    assert "another configuration" in done.stderr and "pipeline.stages 2 (now 4)" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert sorted(finished.rglob("*")) == before
 

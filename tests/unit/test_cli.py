@@ -74,7 +74,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "tiny", "--model.size", "huge"], "model size 'huge'"),
         (["train", "tiny", "--model.num-heads", "5"], "num_heads"),
         (["train", "tiny", "--name", "../x"], "without slashes"),
-        (["train", "tiny", "--resume"], "has no checkpoint"),
+        (["train", "tiny", "--resume"], "is no run folder"),
         (["train", "tiny", "--data.source", "nowhere.txt"], "nowhere.txt"),
         (["eval", "nowhere"], "nowhere is no run folder"),
         (["generate", "nowhere", "x"], "nowhere is no run folder"),
@@ -147,7 +147,7 @@ def test_train_eval_generate_report(here: Path, capsys: pytest.CaptureFixture[st
     assert "temperature -1" in refused(capsys, "generate", "runs/a", "x", "--temperature", "-1")
     assert main(["report", "runs/a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["val_loss"] == pytest.approx(summary["val_loss"])
-    assert (here / "report.png").stat().st_size > 10_000
+    assert (here / "runs/a/report.png").stat().st_size > 10_000
 
 
 def test_damaged_run_folders_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

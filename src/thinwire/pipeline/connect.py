@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -41,6 +42,11 @@ def connect(
     if not stages or num_microbatches < 1 or len(shape) != 2 or min(shape) < 1:
         given = f"{len(stages)} stages, {num_microbatches} microbatches of shape {tuple(shape)}"
         raise ConfigError(given, "a stage or more, a microbatch or more of shape (B, T), both at least 1")
+    if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"group=None in one of {os.environ['WORLD_SIZE']} processes", "a process group",
+            "call torch.distributed.init_process_group() before you name its group",
+        )  # fmt: skip
     num_stages = stages[0].num_stages
     per_rank = stages_per_rank_of(schedule, stages_per_rank) if num_stages > 1 else 1
     num_ranks = dist.get_world_size(group) if group is not None else num_stages // per_rank

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError, StorageError
 from thinwire.pipeline import Stage, Sync
+from thinwire.train.config import Config, flat, from_dict, layout_digest, to_dict
 from thinwire.train.place import Place
 
 _STATE = "run.json"
@@ -41,7 +42,8 @@ def latest(run: Path) -> Path | None:
 
 
 _STATE_TYPES = {
-    "step": int, "tokens": int, "elapsed_s": float, "data": dict, "data_digest": str, "digest": str, "shards": dict,
+    "step": int, "tokens": int, "elapsed_s": float, "data": dict, "data_digest": str, "digest": str, "config": dict,
+    "shards": dict,
 }  # fmt: skip
 
 
@@ -82,18 +84,21 @@ def _check_shards(checkpoint: Path, shards: dict[str, str], place: Place) -> Non
                 raise ConfigError(f"{checkpoint / name} is damaged: its digest is another", remedy=_OTHER)
 
 
-def check_resumable(path: Path, state: dict[str, Any], digest: str, data_digest: str) -> None:
+def check_resumable(path: Path, state: dict[str, Any], config: Config, data_digest: str) -> None:
     """Refuse a checkpoint of another configuration or other text before anything is loaded.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: names the fields that differ.
     """
-    for what, saved, now in (("configuration", state["digest"], digest), ("text", state["data_digest"], data_digest)):
-        if saved != now:
-            raise ConfigError(
-                f"checkpoint {path} is of another {what} ({saved}, this run has {now})",
-                remedy=f"resume with the {what} of {path.parent.parent / 'config.json'}, or name another run",
-            )
+    if state["digest"] != layout_digest(config):
+        saved, now = flat(to_dict(from_dict(state["config"]))), flat(to_dict(config))
+        different = [f"{name} {saved[name]} (now {now[name]})" for name in now if saved[name] != now[name]]
+        raise ConfigError(
+            f"checkpoint {path} is of another configuration: {', '.join(different) or 'another version'}",
+            remedy="leave these as they were, or name another run",
+        )
+    if state["data_digest"] != data_digest:
+        raise ConfigError(f"checkpoint {path} is of other text", remedy="resume with the text it was trained on")
 
 
 def tensors(

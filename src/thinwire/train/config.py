@@ -203,6 +203,7 @@ class Config:
             raise ConfigError(
                 f"codec {chosen.name} with rank {chosen.rank} and factor {chosen.factor:g}",
                 "exactly one of codec.rank and codec.factor above zero",
+                "set the other to 0",
             )
         options = {
             "wire_format": chosen.wire_format, "id_bytes": id_bytes, "anchor_rank": chosen.anchor_rank,
@@ -264,6 +265,14 @@ def from_dict(plain: dict[str, Any]) -> Config:
         raise ConfigError(
             f"configuration with unknown fields ({error})", remedy="use the version that wrote it"
         ) from None
+
+
+def flat(plain: dict[str, Any]) -> dict[str, Any]:
+    """Fields by their dotted names."""
+    result: dict[str, Any] = {}
+    for name, value in plain.items():
+        result |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+    return result
 
 
 def run_digest(config: Config) -> str:

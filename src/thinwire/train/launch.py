@@ -21,7 +21,7 @@ from thinwire.data import validation_windows
 from thinwire.errors import ConfigError, PeerError
 from thinwire.train import checkpoint
 from thinwire.train.build import load_data
-from thinwire.train.config import Config, from_dict, layout_digest, to_dict
+from thinwire.train.config import Config, from_dict, to_dict
 from thinwire.train.failures import explain, first_failure, progress, report_errors
 from thinwire.train.place import Place, join, leave, under_launcher
 from thinwire.train.validate import validate
@@ -44,7 +44,7 @@ def preflight(config: Config) -> None:
     validation_windows(data.validation, config.model.seq_len, config.data.val_tokens)
     if newest is not None:
         state = checkpoint.read_state(newest)
-        checkpoint.check_resumable(newest, state, layout_digest(config), data.digest)
+        checkpoint.check_resumable(newest, state, config, data.digest)
         if state["step"] >= config.train.steps:
             raise ConfigError(
                 f"run {run} is at step {state['step']} of {config.train.steps}", "more steps than that",
@@ -105,7 +105,9 @@ def _check_folder(config: Config, run: Path) -> Path | None:
     except OSError as error:
         raise ConfigError(f"run folder {run} ({error.strerror})", "a folder of your own", "set --folder") from None
     if config.resume and newest is None:
-        raise ConfigError(f"resume of {run}, which has no checkpoint", remedy="drop --resume to start it")
+        raise ConfigError(
+            f"resume of {run}, which has no checkpoint", remedy="start it with --overwrite instead of --resume"
+        )
     if config.overwrite and entries and not (run / "config.json").is_file():
         raise ConfigError(
             f"overwrite of {run}, which is no run folder", "one that thinwire wrote", "choose another name"

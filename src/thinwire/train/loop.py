@@ -113,7 +113,7 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         state = checkpoint.read_state(path)
-        checkpoint.check_resumable(path, state, layout_digest(self.config), self.parts.data.digest)
+        checkpoint.check_resumable(path, state, self.config, self.parts.data.digest)
         values = self._tensors()
         checkpoint.load(path, values, self.place)
         torch.set_rng_state(values[f"rng/{self.place.rank}"])

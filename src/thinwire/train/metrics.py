@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +22,7 @@ _SYNC_KINDS = ("frame", "frame_gradient", "anchors", "anchors_gradient", "tied",
 SUMMED = ("wire_bytes_fwd", "wire_bytes_bwd", "wire_bytes_dp", "wire_bytes_sync", "sync_bytes_fwd", "sync_bytes_bwd")
 MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s")
 LARGEST = ("orthogonality_error", "step_s")
+_LINE_EVERY_S = 10.0  # between progress lines where there is no terminal
 KEYS = (*SUMMED, *MEANED, *LARGEST)
 
 
@@ -119,16 +122,20 @@ class Progress:
         )  # fmt: skip
         self.task = self.bar.add_task(title, total=total_steps, completed=first_step, numbers="")
         self.title = title
+        self.last_line_s = -math.inf  # the first step is shown at once
         self.bar.start()
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a step."""
         sent = record["wire_bytes_fwd"] + record["wire_bytes_bwd"] + record["wire_bytes_sync"]
         per_token = sent * record["step"] / max(1, record["tokens"])
-        numbers = f"loss {record['loss']:.3f}  {record['tokens_per_s']:.0f} tokens/s  {per_token:.0f} bytes/token"
+        numbers = (
+            f"loss {record['loss']:.3f}  {record['tokens_per_s']:.0f} tokens/s  {per_token:.0f} bytes/token in all"
+        )
         self.bar.update(self.task, completed=record["step"], numbers=numbers)
-        every = max(1, self.total_steps // 10)
-        if not self.live and (record["step"] % every == 0 or record["step"] == self.total_steps):
+        now = time.monotonic()
+        if not self.live and (record["step"] == self.total_steps or now - self.last_line_s >= _LINE_EVERY_S):
+            self.last_line_s = now
             left = (self.total_steps - record["step"]) * record["step_s"]
             self.say(f"{self.title}  step {record['step']}/{self.total_steps}  {numbers}  {left:.0f} s left")
 

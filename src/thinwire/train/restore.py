@@ -28,7 +28,7 @@ def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
     Raises:
         ConfigError: no run there, no checkpoint yet, or one that does not fit or is damaged.
     """
-    config = replace(_read_config(run), folder=str(run.parent), name=run.name)
+    config = replace(read_config(run), folder=str(run.parent), name=run.name)
     config = replace(config, pipeline=replace(config.pipeline, emulate=True, port=0))
     validate(config)
     newest = checkpoint.latest(run)
@@ -101,7 +101,12 @@ def _sample(logits_V: Tensor, temperature: float, generator: torch.Generator) ->
     return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
 
 
-def _read_config(run: Path) -> Config:
+def read_config(run: Path) -> Config:
+    """Return the configuration in a run folder.
+
+    Raises:
+        ConfigError: no run there, or a damaged or foreign configuration.
+    """
     try:
         plain: dict[str, Any] = json.loads((run / "config.json").read_text())
     except OSError as error:

@@ -47,7 +47,7 @@ def summarise(
         "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
         "predicted_for_link": config.pipeline.link,
         "codec": _codec_name(config),
-        "orthogonality_error": max(record["orthogonality_error"] for record in records),
+        "orthogonality_error": None if config.codec.name == "identity" else _largest_error(records),
         "train_tokens": config.train.steps * config.tokens_per_step,
         "skipped_steps": sum(record["skipped"] for record in records),
         "stages": stages,
@@ -58,6 +58,10 @@ def summarise(
     }
     write_atomically(Path(config.folder) / config.name / "summary.json", json.dumps(summary, indent=2))
     return summary
+
+
+def _largest_error(records: Sequence[dict[str, Any]]) -> float:
+    return max(float(record["orthogonality_error"]) for record in records)
 
 
 def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> float:
@@ -109,7 +113,7 @@ def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
     shapes = max(len(row["shape"]) for row in rows)
     head = f"{'parameter':{width}} | {'shape':{shapes}} | {'rule':19} | lr"
     lines = [f"{r['parameter']:{width}} | {r['shape']:{shapes}} | {r['rule']:19} | {r['lr']:g}" for r in rows]
-    return [head, "-" * len(head), *lines]
+    return [head, "-" * len(head), *lines, "(mirror: follows the owner of the same tensor on another stage)", ""]
 
 
 def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
