@@ -113,22 +113,8 @@ class Header:
         Raises:
             WireError: not one of our payloads, or of another version.
         """
-        (
-            magic,
-            version,
-            direction,
-            flags,
-            codec,
-            boundary,
-            id_bytes,
-            microbatch,
-            rows,
-            tokens,
-            ids,
-            codes,
-            side,
-            sent,
-        ) = _HEADER.unpack(raw)
+        magic, version, direction, flags, codec, boundary, id_bytes, microbatch, *sizes, sent = _HEADER.unpack(raw)
+        rows, tokens, ids, codes, side = sizes
         if magic != MAGIC or direction not in (Direction.FORWARD, Direction.BACKWARD):
             raise WireError(f"{where}: received bytes that are no payload (they start with {raw[:4].hex()})")
         if version != VERSION:

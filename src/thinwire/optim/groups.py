@@ -104,17 +104,24 @@ def param_groups(
     `fused_splits()` where it has one. See `route` for the rules and errors, `describe` for the table.
     """
     models = [model] if isinstance(model, nn.Module) else model
-    routes = route(
+    rates = 0.5 * lr if adamw_lr is None else adamw_lr, 0.1 * lr if frame_lr is None else frame_lr
+    return groups(route_models(models, lr, *rates, adamw=adamw))
+
+
+def route_models(
+    models: Sequence[nn.Module], lr: float, adamw_lr: float, frame_lr: float, *, adamw: Sequence[str] = ()
+) -> list[Route]:
+    """`route` for all parameters of these modules, with what their types tell: fused weights, embeddings, frames."""
+    return route(
         [pair for one in models for pair in one.named_parameters(remove_duplicate=False)],
         lr=lr,
-        adamw_lr=0.5 * lr if adamw_lr is None else adamw_lr,
-        frame_lr=0.1 * lr if frame_lr is None else frame_lr,
+        adamw_lr=adamw_lr,
+        frame_lr=frame_lr,
         fused=fused_splits(models),
         free_frames=has_free_frames(models),
         adamw=adamw,
         tables=embedding_tables(models),
     )
-    return groups(routes)
 
 
 def has_free_frames(models: Iterable[nn.Module]) -> bool:

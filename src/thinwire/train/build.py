@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
 from thinwire.models import Llama
-from thinwire.optim import Route, build_optimizers, fused_splits, groups, has_free_frames, route
+from thinwire.optim import Route, build_optimizers, groups, route_models
 from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
@@ -73,8 +73,8 @@ def build(config: Config, place: Place) -> Parts:
     data = load_data(config)
     stages = build_stages(config, place)
     engine = build_engine(config, place, stages)
-    routes = _routes(config, stages)
     optim = config.optim
+    routes = route_models(stages, optim.lr, optim.adamw_ratio * optim.lr, optim.frame_ratio * optim.lr)
     optimizers = build_optimizers(
         groups(routes), momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
     )
@@ -104,15 +104,3 @@ def _autocast(stage: Stage) -> None:
         return output.float()
 
     stage.model.forward = in_bf16
-
-
-def _routes(config: Config, stages: list[Stage]) -> list[Route]:
-    optim = config.optim
-    return route(
-        [(name, p) for stage in stages for name, p in stage.named_parameters()],
-        lr=optim.lr,
-        adamw_lr=optim.adamw_ratio * optim.lr,
-        frame_lr=optim.frame_ratio * optim.lr,
-        fused=fused_splits(stages),
-        free_frames=has_free_frames(stages),
-    )

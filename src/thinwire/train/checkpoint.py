@@ -25,7 +25,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError, StorageError
 from thinwire.pipeline import Stage, Sync
 from thinwire.train.config import Config, flat, from_dict, layout_digest, to_dict
-from thinwire.train.place import Place
+from thinwire.train.place import Place, one_line
 
 _STATE = "run.json"
 
@@ -59,7 +59,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         if wrong or f"step-{state['step']:08d}" != checkpoint.name:
             raise ValueError(f"unexpected {', '.join(wrong) or 'step'}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({reason})", remedy=_OTHER) from None
     return dict(state)
 
@@ -148,9 +148,7 @@ def save(run: Path, step: int, state: dict[str, Any], values: dict[str, Tensor],
         shutil.rmtree(partial, ignore_errors=True)
         first = _first_cause(error)
         if isinstance(first, OSError) or "write" in str(first).lower():
-            raise StorageError(
-                f"checkpoint {final} cannot be written ({' '.join(str(first).split())[:200]})"
-            ) from error
+            raise StorageError(f"checkpoint {final} cannot be written ({one_line(first)})") from error
         raise
     _barrier(place)
     return final
@@ -191,7 +189,7 @@ def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
                 no_dist=place.group is None,
             )
     except Exception as error:
-        reason = " ".join(str(_first_cause(error)).split())[:200]
+        reason = one_line(_first_cause(error))
         raise ConfigError(
             f"checkpoint {checkpoint} does not fit this run ({reason})",
             remedy="resume with the configuration it was saved with",
