@@ -1,22 +1,19 @@
 """LLaMA (Touvron et al., arXiv 2302.13971): rotary positions, SwiGLU, RMSNorm, optional grouped queries.
 
 Dimension letters: B microbatch, T tokens, D width, V vocabulary, H heads, E head width. Weights are (out, in).
-
-Parameter names carry the global layer index (`layers.3.attention.wqkv.weight`), so they do not depend on how
-the model is cut into stages.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.models.decoder import Decoder
+from thinwire.models.draws import normal_
 from thinwire.models.llama_config import (
     SIZES,
     LlamaConfig,
@@ -24,7 +21,6 @@ from thinwire.models.llama_config import (
     layer_parameter_counts,
     llama_config,
     num_parameters,
-    require,
 )
 
 __all__ = [
@@ -40,7 +36,6 @@ __all__ = [
 
 EMBEDDING_STD = 0.02
 LINEAR_STD = 0.02
-TIED_NAMES = ("embedding.weight", "head.weight")
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -127,36 +122,21 @@ class Layer(nn.Module):
         return cast(Tensor, x + self.ffn(self.ffn_norm(x)))
 
 
-class Llama(nn.Module):
-    """A LLaMA, or a contiguous slice of one.
+class Llama(Decoder):
+    """A LLaMA, or a contiguous slice of one: see `Decoder`. `norm` and `head` come together."""
 
-    A slice without the embedding takes hidden states, one without the head returns them; `embedding`, or
-    `norm` and `head`, are then None. Building allocates the chosen parts only, on the default or the meta
-    device; call `init_weights` before use (the constructor leaves torch's default values).
-    """
+    config: LlamaConfig
 
     def __init__(
         self, config: LlamaConfig, *, layers: range | None = None, embedding: bool = True, head: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(config, layers=layers, embedding=embedding, head=head)
         layers = range(config.num_layers) if layers is None else layers
-        _check_slice(config, layers, embedding or head)
-        self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim) if embedding else None
         self.layers = nn.ModuleDict({str(index): Layer(config) for index in layers})
         self.norm = RMSNorm(config.dim, config.norm_eps) if head else None
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if head else None
         self._tie()
-
-    def _tie(self) -> None:
-        if self.config.tied_head and self.embedding is not None and self.head is not None:
-            self.head.weight = self.embedding.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps a tied head tied through `to`, `to_empty` and the like, which may replace parameters."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Token ids (B, T) or hidden states (B, T, D) -> logits (B, T, V) or hidden states (B, T, D)."""
@@ -170,32 +150,6 @@ class Llama(nn.Module):
             x = self.head(self.norm(x))
         return x
 
-    def _check_input(self, x: Tensor) -> None:
-        dim, longest = self.config.dim, self.config.max_seq_len
-        given = f"model input of shape {tuple(x.shape)}, {x.dtype}"
-        if self.embedding is not None:
-            is_ids = x.dim() == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-            require(is_ids, given, "integer token ids (B, T)", "this slice has the embedding")
-        else:
-            is_hidden = x.dim() == 3 and x.shape[-1] == dim and x.is_floating_point()
-            require(is_hidden, given, f"hidden states (B, T, {dim})", "this slice has no embedding")
-        require(x.shape[1] <= longest, given, f"T <= max_seq_len={longest}", "cut it or raise max_seq_len")
-
-    def slice(self, layers: range, *, embedding: bool, head: bool) -> Llama:
-        """The chosen part as a model of its own: the same names, and the same modules, not copies."""
-        missing = [f"layer {index}" for index in layers if str(index) not in self.layers]
-        missing += ["embedding"] if embedding and self.embedding is None else []
-        missing += ["head"] if head and self.head is None else []
-        given = f"slice: asks for {', '.join(missing)}"
-        require(not missing, given, "parts that this model has", "slice the whole model")
-        with torch.device("meta"):
-            part = Llama(self.config, layers=layers, embedding=embedding, head=head)
-        part.embedding = self.embedding if embedding else None
-        part.layers = nn.ModuleDict({str(index): self.layers[str(index)] for index in layers})
-        part.norm, part.head = (self.norm, self.head) if head else (None, None)
-        part.training = self.training
-        return part
-
     def init_weights(self, seed: int) -> None:
         """Draws every parameter anew, each from a generator of its own seeded by (seed, global name).
 
@@ -205,15 +159,12 @@ class Llama(nn.Module):
         for an untied head, which gives logits of unit variance at any width. Norms are one. A tied head has
         the values of the embedding.
         """
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                name = TIED_NAMES[0] if self.config.tied_head and name == TIED_NAMES[1] else name
-                std = _initial_std(self.config, name)
-                if std is None:
-                    parameter.fill_(1.0)
-                else:
-                    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                    parameter.copy_(values.normal_(0.0, std, generator=_generator(seed, name)))
+        for name, parameter in self.drawn_names():
+            std = _initial_std(self.config, name)
+            if std is None:
+                nn.init.ones_(parameter)
+            else:
+                normal_(parameter, std, seed, name)
 
     def fused_splits(self) -> dict[str, tuple[int, ...]]:
         """Fused parameters of this slice: name -> rows of the matrices in it, (q, k, v) or (gate, up)."""
@@ -223,23 +174,6 @@ class Llama(nn.Module):
             splits[f"layers.{index}.attention.wqkv.weight"] = self.config.qkv_rows
             splits[f"layers.{index}.ffn.w13.weight"] = (hidden, hidden)
         return splits
-
-    @property
-    def tied_parameters(self) -> list[tuple[str, str]]:
-        """Pairs of global names that are one parameter of the whole model, wherever the slices put them."""
-        return [TIED_NAMES] if self.config.tied_head else []
-
-
-def _check_slice(config: LlamaConfig, layers: range, has_end: bool) -> None:
-    given = f"slice: layers={layers}"
-    inside = not layers or (layers.step == 1 and layers[0] >= 0 and layers[-1] < config.num_layers)
-    require(inside, given, f"consecutive layers within 0..{config.num_layers - 1}", "choose another range")
-    require(bool(layers) or has_end, given, "a layer, the embedding or the head", "use fewer stages")
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _initial_std(config: LlamaConfig, name: str) -> float | None:

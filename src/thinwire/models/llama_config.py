@@ -7,15 +7,10 @@ F hidden width of the feed-forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-
-def require(holds: bool, given: str, allowed: str, remedy: str) -> None:
-    """Raises ValueError, in one line, unless `holds`."""
-    if not holds:
-        raise ValueError(f"{given}; allowed: {allowed}; {remedy}")
+from thinwire.models.configs import configure, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -36,9 +31,8 @@ class LlamaConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "kv_heads", "hidden_dim", "max_seq_len"):
-            value = getattr(self, name)
-            require(value >= 1, f"model: {name}={value}", "a positive integer", "raise it")
+        counts = ("vocab_size", "dim", "num_layers", "num_heads", "kv_heads", "hidden_dim", "max_seq_len")
+        require_positive(self, counts)
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             require(value > 0, f"model: {name}={value}", "a positive number", "raise it")
@@ -115,8 +109,4 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def llama_config(size: str, **overrides: Any) -> LlamaConfig:
     """The configuration of a named size, with fields overridden. ValueError for an unknown size or field."""
-    require(size in SIZES, f"model size {size!r}", ", ".join(SIZES), "choose one and override its fields")
-    fields: Iterable[str] = LlamaConfig.__dataclass_fields__
-    unknown = [name for name in overrides if name not in fields]
-    require(not unknown, f"model field {', '.join(unknown)}", ", ".join(fields), "correct the name")
-    return LlamaConfig(**{**SIZES[size], **overrides})
+    return configure(LlamaConfig, SIZES, size, overrides)
