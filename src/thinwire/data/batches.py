@@ -30,6 +30,7 @@ from thinwire.data.corpus import (
     load_corpus,
     stream_hub,
 )
+from thinwire.data.position import check_sizes, check_state, shuffled
 from thinwire.data.tokenizer import Tokenizer, cache_dir, train_or_load, write_atomically
 from thinwire.errors import ConfigError
 
@@ -138,27 +139,11 @@ def _num_windows(num_tokens: int, seq_len: int) -> int:
     return max(0, num_tokens - 1) // seq_len
 
 
-def _check_sizes(seq_len: int, batch_size: int) -> None:
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name}={value}", "a positive integer", "raise it")
-
-
-def _check_state(state: Mapping[str, Any], own: Mapping[str, Any], position: set[str]) -> None:
-    """Refuses the position of another order of the data."""
-    if set(state) != set(own):
-        raise ConfigError(f"data position with {sorted(state)}", f"{sorted(own)}", "resume from this run's checkpoint")
-    for name in sorted(set(own) - position):
-        if state[name] != own[name]:
-            given = f"data position of {name}={state[name]}, but this run has {own[name]}"
-            raise ConfigError(given, "a checkpoint of the same data", "restore the configuration")
-
-
 class Batches:
     """Endless batches of windows, shuffled anew in each epoch; an epoch's remainder fills up from the next."""
 
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int) -> None:
-        _check_sizes(seq_len, batch_size)
+        check_sizes(seq_len=seq_len, batch_size=batch_size)
         self._tokens, self._seq_len, self._batch_size, self._seed = tokens, seq_len, batch_size, seed
         self._num_windows = _num_windows(len(tokens), seq_len)
         if self._num_windows < batch_size:
@@ -178,7 +163,7 @@ class Batches:
     def _window_at(self, position: int) -> int:
         epoch, index = divmod(position, self._num_windows)
         if self._order[0] != epoch:
-            self._order = epoch, _shuffled(self._num_windows, self._seed, epoch)
+            self._order = epoch, shuffled(self._num_windows, self._seed, epoch)
         return int(self._order[1][index])
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,12 +173,8 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken. ConfigError if seed, length or text differ."""
-        _check_state(state, self.state_dict(), {"windows"})
+        check_state(state, self.state_dict(), {"windows"})
         self._position = int(state["windows"])
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 class StreamBatches:
@@ -213,7 +194,7 @@ class StreamBatches:
         *,
         block_documents: int = 1024,
     ) -> None:
-        _check_sizes(seq_len, batch_size)
+        check_sizes(seq_len=seq_len, batch_size=batch_size)
         self._open, self._tokenizer, self._seq_len, self._batch_size = open_documents, tokenizer, seq_len, batch_size
         self._fixed = {"seed": seed, "seq_len": seq_len, "block_documents": block_documents}
         self._epoch, self._first, self._served = 0, 0, 0
@@ -265,14 +246,14 @@ class StreamBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken. ConfigError if seed, length or block size differ."""
-        _check_state(state, self.state_dict(), {"epoch", "first", "served"})
+        check_state(state, self.state_dict(), {"epoch", "first", "served"})
         self._epoch, self._first, self._served = (int(state[name]) for name in ("epoch", "first", "served"))
         self._stream, self._block, self._pass_had_windows = None, None, True
 
 
 def validation_windows(tokens: Tokens, seq_len: int, max_tokens: int) -> torch.Tensor:
     """The first windows of the held-out tokens, int64 (N, T+1), N*T <= max_tokens targets; always the same."""
-    _check_sizes(seq_len, 1)
+    check_sizes(seq_len=seq_len)
     available = _num_windows(len(tokens), seq_len)
     num_windows = min(available, max_tokens // seq_len)
     if num_windows < 1:
