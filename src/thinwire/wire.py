@@ -30,6 +30,7 @@ MAGIC = b"THNW"
 VERSION = 1
 _HEADER = struct.Struct("<4sBBHIHHIIIIIId")
 HEADER_BYTES = _HEADER.size
+DATA_PARALLEL = -1  # in the place of a boundary: traffic between replicas
 _ID_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
@@ -182,7 +183,10 @@ def read_ids(payload: Tensor, layout: Layout) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the account. `kind`: activation, gradient, evaluation, frame, frame_gradient, tied, ..."""
+    """A line of the account. `kind`: activation, gradient, frame, frame_gradient, tied, ..., vote, vote_header, mean.
+
+    Between replicas `boundary` is DATA_PARALLEL.
+    """
 
     boundary: int
     direction: Direction

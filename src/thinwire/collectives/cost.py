@@ -1,0 +1,125 @@
+"""What data-parallel traffic costs: bytes per worker and seconds by the alpha-beta model, for every transport.
+
+With n numbers, M workers, a latency alpha per message round and beta seconds per byte,
+
+    packed   2 (M - 1) alpha + 2 (M - 1)/M n/8 beta      half as much again where results can be 0 (ties="zero", even M)
+    gather     (M - 1) alpha +   (M - 1)   n/8 beta
+    sum      2 (M - 1) alpha + 2 (M - 1)/M n w beta      w = 1 up to 127 workers (63 under ties="owner"), then 4
+    fp32     2 (M - 1) alpha + 2 (M - 1)/M 4n  beta      the ring all-reduce that all are compared with; bf16: 2n
+
+and (M - 1) alpha for the headers of a vote. A process that both sends and receives uses both directions of its link.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.ballots import Ties
+from thinwire.collectives.roll import HEADER_BYTES
+from thinwire.collectives.votes import TRANSPORTS, Transport
+from thinwire.collectives.workers import Pending, Workers
+from thinwire.errors import ConfigError
+
+_PROBE_BYTES = 1 << 18
+_PROBE_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """A network: seconds per message round, and per byte that a worker sends."""
+
+    alpha_s: float
+    beta_s: float
+
+    @classmethod
+    def of(cls, bandwidth_bps: float, latency_s: float = 0.0) -> AlphaBeta:
+        """From a link's rate in bits per second and its latency."""
+        return cls(latency_s, 8 / bandwidth_bps)
+
+
+def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero") -> float:
+    """Bytes that a worker sends per step, without headers, for a method of the table above.
+
+    Raises:
+        ConfigError: unknown method.
+    """
+    n, m = num_elements, size
+    ring = 2 * (m - 1) / m
+    wide = 2 * m + 1 if ties == "owner" else m
+    sizes = {
+        "packed": ring * n / 8 * (1.5 if ties == "zero" and m % 2 == 0 else 1.0),
+        "gather": (m - 1) * n / 8,
+        "sum": ring * n * (1 if wide <= 127 else 4),
+        "bf16": ring * 2 * n,
+        "fp32": ring * 4 * n,
+    }
+    if method not in sizes:
+        raise ConfigError(f"transport {method!r}", ", ".join(sizes))
+    return sizes[method]
+
+
+def seconds(method: str, num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
+    """Seconds of one exchange, headers included; 0 for one worker."""
+    if size == 1:
+        return 0.0
+    num_bytes = payload_bytes(method, num_elements, size, ties)
+    rounds = (size - 1) * (1 if method == "gather" else 2)
+    if method in TRANSPORTS:
+        rounds += size - 1
+        num_bytes += (size - 1) * HEADER_BYTES
+    return rounds * network.alpha_s + num_bytes * network.beta_s
+
+
+def cheapest(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Transport:
+    """The transport that the model finds fastest; at a draw the first of packed, gather, sum."""
+    return min(TRANSPORTS, key=lambda name: seconds(name, num_elements, size, network, ties))
+
+
+def break_even_bps(saved_bytes: float, extra_compute_s: float) -> float:
+    """The bandwidth, in bits per second, above which sending less costs more time than it saves.
+
+    `saved_bytes` per worker and step; `extra_compute_s` is what compressing takes more than not compressing.
+    """
+    if saved_bytes <= 0:
+        return 0.0
+    return math.inf if extra_compute_s <= 0 else 8 * saved_bytes / extra_compute_s
+
+
+def probe(workers: Workers, device: torch.device) -> AlphaBeta:
+    """Measure the network between the workers: a few all-gathers of 8 bytes, and of a quarter of a MiB.
+
+    All workers return the same: the slowest one's values.
+    """
+    if not workers.is_networked:
+        return AlphaBeta(0.0, 0.0)
+    times = {num_bytes: _timed(workers, num_bytes, device) for num_bytes in (8, _PROBE_BYTES)}
+    alpha_s = times[8] / (workers.size - 1)
+    sent = (workers.size - 1) * (_PROBE_BYTES - 8)
+    mine = torch.tensor([alpha_s, max(times[_PROBE_BYTES] - times[8], 1e-9) / sent], dtype=torch.float64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=workers.group)
+    return AlphaBeta(*mine.tolist())
+
+
+def _timed(workers: Workers, num_bytes: int, device: torch.device) -> float:
+    row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    samples = []
+    for _ in range(_PROBE_ROUNDS + 1):
+        began = time.perf_counter()
+        Pending(workers, workers.all_gather(row, "probe")).result()
+        samples.append(time.perf_counter() - began)
+    return median(samples[1:])  # the first one opens connections
+
+
+def table(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Sequence[tuple[str, float, float]]:
+    """Rows `(method, bytes per worker and step, seconds)` for all methods, fp32 first."""
+    return [
+        (name, payload_bytes(name, num_elements, size, ties), seconds(name, num_elements, size, network, ties))
+        for name in ("fp32", "bf16", *TRANSPORTS)
+    ]
