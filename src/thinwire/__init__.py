@@ -10,7 +10,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AdamW": "thinwire.optim",
+    "DistributedLion": "thinwire.optim",
     "Muon": "thinwire.optim",
+    "SGD": "thinwire.optim",
+    "SignMuon": "thinwire.optim",
+    "SignSGD": "thinwire.optim",
+    "Signum": "thinwire.optim",
+    "majority_vote": "thinwire.collectives",
     "Spel": "thinwire.optim",
     "build_optimizers": "thinwire.optim",
     "param_groups": "thinwire.optim",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.reference.optimizers import muon_step
 from thinwire import Muon
 from thinwire.errors import ConfigError
-from thinwire.optim.muon import logical_matrices, orthogonalise
+from thinwire.optim.matrices import logical_matrices, orthogonalise
 
 CLOSE = 1e-5  # float32 steps of length 0.1
 LR, BETA = 0.1, 0.9

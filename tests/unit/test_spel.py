@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.reference import optimizers as reference
 from thinwire.errors import ConfigError
-from thinwire.optim.spel import Spel, spel_step
+from thinwire.optim import Spel
+from thinwire.optim.spel import spel_step
 from thinwire.stiefel import orthogonality_error, project_tangent, random_frame
 
 CLOSE = 2e-6  # the retraction's 1e-6 per step, and float32

@@ -95,8 +95,8 @@ def _packed(
     left = result_zeros(zeros, len(voters), ties)
     gathered = yield from workers.all_gather(torch.cat([result.negative_W, write_mask(result, left)]), "vote")
     whole = [read_mask(row[:shard], row[shard:], full, left) for row, full in zip(gathered, full_MS, strict=True)]
-    negative_W, present_W = (torch.cat(side)[:words] for side in zip(*((b.negative_W, b.present_W) for b in whole)))
-    return Ballot(negative_W, present_W, left)
+    negative_W = torch.cat([part.negative_W for part in whole])[:words]
+    return Ballot(negative_W, torch.cat([part.present_W for part in whole])[:words], left)
 
 
 def _gathered(

@@ -82,7 +82,11 @@ class Workers:
     # --- the roll call -------------------------------------------------------------------------------------------
 
     def call(
-        self, subject: rolls.Subject, abstaining: Sequence[bool], present: Sequence[Sequence[bool]], device: torch.device
+        self,
+        subject: rolls.Subject,
+        abstaining: Sequence[bool],
+        present: Sequence[Sequence[bool]],
+        device: torch.device,
     ) -> rolls.Roll:
         """Return who votes on what; `abstaining` and `present` are of the workers here.
 
@@ -93,7 +97,11 @@ class Workers:
         return Pending(self, self._call(subject, abstaining, present, device)).result()
 
     def _call(
-        self, subject: rolls.Subject, abstaining: Sequence[bool], present: Sequence[Sequence[bool]], device: torch.device
+        self,
+        subject: rolls.Subject,
+        abstaining: Sequence[bool],
+        present: Sequence[Sequence[bool]],
+        device: torch.device,
     ) -> Exchange[rolls.Roll]:
         flags = [rolls.ABSTAINS * a | rolls.INCOMPLETE * (not all(p)) for a, p in zip(abstaining, present, strict=True)]
         if self.is_networked:
@@ -131,7 +139,7 @@ class Workers:
         sent = _octets(row)
         received = sent.new_empty(self.size * sent.numel())
         work = self._start(
-            lambda: dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True),
+            lambda: dist.all_gather_single(received, sent, group=self.group, async_op=True),
             kind, (self.size - 1) * sent.numel(),
         )  # fmt: skip
         yield work
@@ -189,7 +197,9 @@ class Workers:
         first = " ".join(str(error).split())
         who = _missing(self)
         silent = f"no answer from worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}" if who else "a peer failed"
-        return PeerError(f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {first[:300]}")
+        return PeerError(
+            f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {first[:300]}"
+        )
 
 
 class Pending(Generic[T]):

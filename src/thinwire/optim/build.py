@@ -10,60 +10,26 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.optim.muon import Muon
-from thinwire.optim.spel import Spel
+from thinwire.optim.data_parallel import DataParallel
+from thinwire.optim.methods import METHODS
 
 Decay = Literal["cosine", "wsd", "constant"]
-_RULES = ("muon", "adamw", "spel")
 DECAYS: tuple[Decay, ...] = ("cosine", "wsd", "constant")
 
 
-def build_optimizers(
-    groups: Iterable[dict[str, Any]],
-    *,
-    momentum: float = 0.95,
-    frame_momentum: float = 0.9,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-) -> list[torch.optim.Optimizer]:
-    """Return one optimizer per rule among `groups` (of `param_groups`): Muon, AdamW, SPEL. Only Muon's decay."""
-    made: dict[str, list[dict[str, Any]]] = {}
-    for group in groups:
-        if group.get("rule") not in _RULES:
-            raise ConfigError(f"a group with rule {group.get('rule')!r}", ", ".join(_RULES), "use param_groups")
-        made.setdefault(group["rule"], []).append(group)
-    optimizers: list[torch.optim.Optimizer] = []
-    if "muon" in made:
-        optimizers.append(Muon(made["muon"], momentum=momentum, weight_decay=weight_decay))
-    if "adamw" in made:
-        optimizers.append(torch.optim.AdamW(made["adamw"], betas=betas, eps=1e-10, weight_decay=0.0))
-    if "spel" in made:
-        optimizers.append(Spel(made["spel"], momentum=frame_momentum))
-    for optimizer in optimizers:
-        _create_state(optimizer)
-    return optimizers
+def build_optimizers(groups: Iterable[dict[str, Any]], method: str = "muon", **options: Any) -> list[DataParallel]:
+    """Return the optimizer of a method for `groups` (of `param_groups`), with all of its state made; [] for no group.
 
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create all state now, not at the first step, so that a checkpoint has the same tensors at any time.
-
-    One step with zero gradients and zero rates moves nothing; what it counted is zeroed.
+    Raises:
+        ConfigError: unknown method, or options that it does not take.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    gradients = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-    for state in optimizer.state.values():
-        for tensor in state.values():
-            tensor.zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    if method not in METHODS:
+        raise ConfigError(f"optimizer {method!r}", ", ".join(METHODS))
+    made = list(groups)
+    try:
+        return [METHODS[method](made, **options)] if made else []
+    except TypeError as error:
+        raise ConfigError(f"options of {method} ({error})", "those of its class") from None
 
 
 def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay) -> float:

@@ -9,9 +9,6 @@ arXiv 2601.21487), the rule by which MAPL (arXiv 2606.05484) trains its frames:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,7 +24,16 @@ def spel_step(frame_DK: Tensor, momentum_DK: Tensor, lr: float) -> Tensor:
     return retract(frame_DK - lr * polar(momentum_DK, dtype=torch.float32))
 
 
-def _check_rates(lr: float, momentum: float) -> None:
+def spel_update(frame_DK: Tensor, gradient_DK: Tensor, momentum_DK: Tensor, lr: float, beta: float) -> None:
+    """Update momentum and frame in place."""
+    check_frame_rates(lr, beta)
+    momentum_DK.lerp_(project_tangent(frame_DK, gradient_DK), 1 - beta)
+    if lr:  # the retraction alone would move the last bits
+        frame_DK.copy_(spel_step(frame_DK, momentum_DK, lr))
+
+
+def check_frame_rates(lr: float, momentum: float) -> None:
+    """Raises ConfigError unless the rates suit the retraction."""
     if not 0 <= lr <= MAX_FRAME_LR or not 0 <= momentum < 1:
         raise ConfigError(
             f"frame lr {lr} and momentum {momentum}",
@@ -36,57 +42,14 @@ def _check_rates(lr: float, momentum: float) -> None:
         )
 
 
-class Spel(torch.optim.Optimizer):
-    """Trains frames; they stay orthonormal to 1e-6. Float32, no weight decay, `p.grad` is read only.
-
-    Args:
-        params: `(D, K)` orthonormal matrices, or groups of them.
-        lr: step in spectral norm, at most 0.05; MAPL uses 0.1 times the main rate.
-        momentum: beta.
-
-    Raises:
-        ConfigError: a rate or momentum out of range, or a parameter that is not an orthonormal float32 matrix.
-    """
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once, so that a checkpoint finds it."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_rates(group["lr"], group["momentum"])
-        for p in group["params"]:
-            if p.dim() != 2 or p.dtype != torch.float32:
-                raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
-            if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:
-                raise ConfigError(
-                    f"a frame {tuple(p.shape)} with orthogonality error {orthogonality_error(p):.1e}",
-                    "orthonormal columns",
-                    "start from random_frame",
-                )
-            self.state[p]["momentum"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            _check_rates(group["lr"], group["momentum"])
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group["lr"], group["momentum"])
-        return loss
-
-    def _step(self, p: Tensor, lr: float, beta: float) -> None:
-        momentum: Tensor = self.state[p]["momentum"]
-        momentum.lerp_(project_tangent(p, p.grad), 1 - beta)  # type: ignore[arg-type]
-        if lr:  # the retraction alone would move the last bits
-            p.copy_(spel_step(p, momentum, lr))
-
-    def orthogonality_error(self) -> float:
-        """The largest `max |A^T A - I|` over all frames."""
-        return max((orthogonality_error(p) for group in self.param_groups for p in group["params"]), default=0.0)
+def check_frame(p: Tensor, lr: float, momentum: float) -> None:
+    """Raises ConfigError unless `p` is an orthonormal float32 matrix and the rates suit the retraction."""
+    check_frame_rates(lr, momentum)
+    if p.dim() != 2 or p.dtype != torch.float32:
+        raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
+    if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:
+        raise ConfigError(
+            f"a frame {tuple(p.shape)} with orthogonality error {orthogonality_error(p):.1e}",
+            "orthonormal columns",
+            "start from random_frame",
+        )

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
 from thinwire.models import Llama
-from thinwire.optim import Route, build_optimizers, groups, route_models
+from thinwire.optim import DataParallel, Route, build_optimizers, groups, route_models
 from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
@@ -29,7 +29,7 @@ class Parts:
     stages: list[Stage]
     engine: Engine
     routes: list[Route]
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[DataParallel]
 
 
 def load_data(config: Config) -> TokenData:

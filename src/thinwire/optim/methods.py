@@ -1,0 +1,221 @@
+"""The optimizers that users name. All share `DataParallel`'s arguments, groups and exchange; they differ in one rule.
+
+Groups of `param_groups` carry the rule of what is no hidden matrix: AdamW on averaged gradients (`aux="adamw"`) or a
+vote (`aux="vote"`), SPEL for frames. So a comparison of methods changes one word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.optim.data_parallel import DataParallel
+from thinwire.optim.means import AdamWRule, MuonRule, SgdRule, SpelRule
+from thinwire.optim.rule import Rule
+from thinwire.optim.signs import AuxiliaryVote, LionRule, Scale, SignMuonRule, SignumRule
+from thinwire.polar import POLAR_EXPRESS, Coefficients, named
+
+Aux = Literal["adamw", "vote"]
+Betas = tuple[float, float]
+_AUX_OPTIONS: dict[str, Any] = {
+    "betas": (0.9, 0.95), "eps": 1e-10, "aux_decay": 0.0, "frame_momentum": 0.9, "aux_momentum": 0.95,
+}  # fmt: skip
+
+
+class _Method(DataParallel):
+    """A main rule for hidden matrices, and the rules of everything else."""
+
+    def __init__(
+        self, params: Iterable[Any], main: Rule, options: dict[str, Any], *, aux: Aux = "adamw",
+        wire_dtype: torch.dtype = torch.float32, aux_dtype: torch.dtype = torch.bfloat16, **rest: Any,
+    ) -> None:  # fmt: skip
+        if aux not in ("adamw", "vote"):
+            raise ConfigError(f"aux={aux!r}", "adamw, vote")
+        self._dtypes = {"muon": wire_dtype}, aux_dtype
+        auxiliary: Rule = AuxiliaryVote() if aux == "vote" else AdamWRule("aux_decay")
+        rules: dict[str, Rule] = {"muon": main, "adamw": auxiliary, "spel": SpelRule()}
+        own = {key: rest.pop(key) for key in list(rest) if key in _AUX_OPTIONS}
+        super().__init__(params, rules, {**_AUX_OPTIONS, **own, **options}, **rest)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `DataParallel`."""
+        by_rule, other = self._dtypes
+        param_group.setdefault("wire_dtype", by_rule.get(param_group.get("rule", "muon"), other))
+        super().add_param_group(param_group)
+
+
+class SignMuon(_Method):
+    """Sign-Muon (arXiv 2605.16311): the defaults are its Algorithm 1, with `group` its form for M workers.
+
+    With one worker and `momentum=0.9` a step is `m = 0.9 m + 0.1 g; w -= lr * sign(polar(m))`.
+
+    Args:
+        params: see `DataParallel`.
+        lr: the distance that every entry moves, times its scale.
+        momentum: beta.
+        average: `ema`, or `heavy_ball` (m <- beta m + g).
+        nesterov: orthogonalise beta m + (1 - beta) g.
+        weight_decay, decay: `coupled` (added to the gradient: the paper's) or `decoupled`.
+        scale: `none` (the paper's), `fan_in` (1 / sqrt(I)), `sqrt_mn` (1 / sqrt(O I)) or `rms` (0.2, AdamW's size).
+        local_polar: step along the polar factor of the vote.
+        feedback: error feedback, see `optim.feedback`: one float32 number more per parameter and worker.
+        coefficients: of the polar iteration.
+        aux: the rule of what is no hidden matrix, in groups of `param_groups`.
+        rest: of `DataParallel` (`group`, `virtual_workers`, `transport`, `ties`, ...) and of the other rules (`betas`,
+            `eps`, `aux_decay`, `aux_momentum`, `frame_momentum`, `aux_dtype`).
+
+    Promise nothing unconditional: sign(polar(m)) is not always a descent direction; `feedback` cures that.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        *,
+        average: Literal["ema", "heavy_ball"] = "ema",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decay: Literal["coupled", "decoupled"] = "coupled",
+        scale: Scale = "none",
+        local_polar: bool = False,
+        feedback: bool = False,
+        coefficients: Coefficients | str = POLAR_EXPRESS,
+        **rest: Any,
+    ) -> None:
+        options = {
+            "lr": lr, "momentum": momentum, "average": average, "nesterov": nesterov, "weight_decay": weight_decay,
+            "decay": decay, "scale": scale, "local_polar": local_polar, "feedback": feedback,
+            "coefficients": named(coefficients),
+        }  # fmt: skip
+        super().__init__(params, SignMuonRule(), options, **rest)
+
+
+class Signum(_Method):
+    """Signum with majority vote (Bernstein et al., arXiv 1810.05291). With feedback its steps have the gradient's size.
+
+    Args: as `SignMuon`'s.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+        decay: Literal["coupled", "decoupled"] = "decoupled",
+        feedback: bool = False,
+        **rest: Any,
+    ) -> None:
+        options = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "feedback": feedback,
+        }  # fmt: skip
+        super().__init__(params, SignumRule(), options, **rest)
+
+
+class SignSGD(Signum):
+    """Signum without momentum: the majority vote of arXiv 1802.04434."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **rest: Any) -> None:
+        super().__init__(params, lr, 0.0, **rest)
+
+
+class DistributedLion(_Method):
+    """Lion with a majority vote (Liu et al., arXiv 2404.00438)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        *,
+        weight_decay: float = 0.0,
+        feedback: bool = False,
+        **rest: Any,
+    ) -> None:
+        options = {"lr": lr, "lion_betas": betas, "weight_decay": weight_decay, "feedback": feedback}
+        super().__init__(params, LionRule(), options, **rest)
+
+
+class Muon(_Method):
+    """Muon on the mean of the workers' gradients; frames and everything else as their groups say.
+
+    Args:
+        lr: step in spectral norm; a square matrix moves by `lr` in every direction it moves in.
+        weight_decay: decoupled.
+        wire_dtype: in which gradients of hidden matrices travel.
+        rest: see `SignMuon`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        coefficients: Coefficients | str = POLAR_EXPRESS,
+        **rest: Any,
+    ) -> None:
+        options = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
+            "coefficients": named(coefficients),
+        }  # fmt: skip
+        super().__init__(params, MuonRule(), options, **rest)
+
+
+class AdamW(_Method):
+    """torch's AdamW on the mean of the workers' gradients."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.95),
+        *,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        **rest: Any,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, AdamWRule(), options, **rest)
+
+
+class SGD(_Method):
+    """SGD with momentum on the mean of the workers' gradients."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, *, weight_decay: float = 0.0, **rest: Any
+    ) -> None:
+        super().__init__(params, SgdRule(), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **rest)
+
+
+class Spel(DataParallel):
+    """Trains frames; they stay orthonormal to 1e-6. Float32, no weight decay.
+
+    Args:
+        params: `(D, K)` orthonormal matrices, or groups of them.
+        lr: step in spectral norm, at most 0.05; MAPL uses 0.1 times the main rate.
+        momentum: beta.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9, **rest: Any) -> None:
+        defaults = {"lr": lr, "frame_momentum": momentum, "wire_dtype": torch.float32}
+        super().__init__(params, {"muon": SpelRule(), "spel": SpelRule()}, defaults, **rest)
+
+    def orthogonality_error(self) -> float:
+        """The largest `max |A^T A - I|` over all frames."""
+        from thinwire.stiefel import orthogonality_error
+
+        return max((orthogonality_error(p) for group in self.param_groups for p in group["params"]), default=0.0)
+
+
+METHODS: dict[str, type[_Method]] = {
+    "signmuon": SignMuon, "signum": Signum, "signsgd": SignSGD, "lion": DistributedLion, "muon": Muon,
+    "adamw": AdamW, "sgd": SGD,
+}  # fmt: skip
