@@ -178,7 +178,7 @@ def test_settings_out_of_range_are_refused_for_all_and_for_one_group(arguments: 
 
 
 def test_vectors_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\(5,\).*use AdamW"):
+    with pytest.raises(ConfigError, match=r"\(5,\).*param_groups"):
         Muon([parameter(5)])
 
 

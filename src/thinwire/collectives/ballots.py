@@ -102,11 +102,6 @@ def read(result: Ballot, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return tensors
 
 
-def mask_words(words: int, zeros: Zeros) -> int:
-    """How many words tell which of `words` words of signs are present."""
-    return {Zeros.NONE: 0, Zeros.WORDS: bits.num_words(words), Zeros.ANY: words}[zeros]
-
-
 def write_mask(ballot: Ballot, zeros: Zeros) -> Tensor:
     """What travels beside the signs so that the receiver knows which are present."""
     if zeros is Zeros.NONE:

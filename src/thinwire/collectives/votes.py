@@ -26,7 +26,6 @@ from thinwire.collectives.ballots import (
     all_present,
     cast,
     count,
-    mask_words,
     owned,
     read,
     read_mask,
@@ -160,7 +159,7 @@ def _mean(
     workers: Workers, roll: Roll, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype
 ) -> Exchange[list[Tensor]]:
     if workers.size == 1:
-        return [t.float() for t in tensors[0]]
+        return [t if t.dtype == torch.float64 else t.float() for t in tensors[0]]
     voters = roll.voters
     if not voters or not any(t.numel() for t in tensors[0]):
         return [torch.zeros_like(t, dtype=torch.float32) for t in tensors[0]]
@@ -187,9 +186,3 @@ def _average(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, dtype=torch.int8, memory_format=torch.contiguous_format)
-
-
-def phase_words(words: int, size: int, zeros: Zeros) -> int:
-    """Words of one worker's shard with what its zeros need."""
-    shard = -(-words // size)
-    return shard + mask_words(shard, zeros)

@@ -10,21 +10,19 @@ apply        the same on every worker (`Rule.apply`)
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bits import num_words
 from thinwire.collectives import (
     TIES,
     AnyTransport,
     Moment,
     Pending,
+    Roll,
     Subject,
     Ties,
     Transport,
@@ -36,25 +34,13 @@ from thinwire.collectives import (
 )
 from thinwire.errors import ConfigError
 from thinwire.link import Link
-from thinwire.optim.feedback import add_feedback
+from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
 from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot
 from thinwire.wire import Ledger
 
-T = TypeVar("T")
-Gradients = list[Tensor | None]
 _NOT_OPTIONS = ("params", "names", "splits", "base_lr", "rule")
 _log = logging.getLogger("thinwire")
-
-
-@dataclass
-class Bucket:
-    """Parameters of one group that are exchanged together. `indices` count over all groups, `first_word` all votes."""
-
-    group: Group
-    rule: Rule
-    indices: list[int]
-    first_word: int = 0
 
 
 class DataParallel(torch.optim.Optimizer):
@@ -197,32 +183,26 @@ class DataParallel(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = self._gradients()
-        parameters = self._parameters()
-        device = parameters[0].device
-        present = [[g is not None for g in worker] for worker in gradients]
-        abstaining = [not _is_finite(worker) for worker in gradients]
-        roll = self.workers.call(self._subject(), abstaining, present, device)
+        present = [[g is not None for g in own] for own in gradients]
+        abstaining = [not is_finite(own) for own in gradients]
+        roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
         if not roll.voters:
             return loss
-        moving = [roll.anybody(i) for i in range(len(parameters))]
-        buckets = self._buckets(moving)
-        means = [(b, mean(self.workers, roll, self._raw(b, gradients), b.group["wire_dtype"])) for b in buckets["mean"]]
-        votes: list[tuple[Bucket, Pending[list[Tensor]], Pending[list[Tensor]] | None]] = []
+        moving = [roll.anybody(i) for i in range(len(present[0]))]
+        rules = [(group, self._rule(group)) for group in self.param_groups]
+        buckets = make_buckets(rules, moving, self.bucket_elements)
+        flights: list[tuple[Bucket, list[Pending[list[Tensor]]]]] = []
+        for bucket in buckets["mean"]:
+            own_gradients = [bucket.gradients(own) for own in gradients]
+            flights.append((bucket, [mean(self.workers, roll, own_gradients, bucket.group["wire_dtype"])]))
         for bucket in buckets["vote"]:
-            directions, sizes = self._directions(bucket, gradients, roll.voters)
-            moment = Moment(self.seed, bucket.group["steps"], bucket.first_word)
-            pending = vote(
-                self.workers, roll, directions, transport=self._transport(parameters), ties=self.ties, moment=moment
-            )
-            votes.append((bucket, pending, mean(self.workers, roll, sizes, torch.float32) if sizes[0] else None))
-            for _, earlier in means:
-                earlier.advance()
-            for _, earlier, _ in votes[:-1]:
-                earlier.advance()
-        for bucket, pending, sized in votes:
-            self._apply(bucket, pending.result(), sized.result() if sized else [])
-        for bucket, averaged in means:
-            self._apply(bucket, averaged.result(), [])
+            started = self._cast(bucket, gradients, roll)
+            for _, earlier in flights:
+                for pending in earlier:
+                    pending.advance()
+            flights.append((bucket, started))
+        for bucket, exchanged in flights:
+            self._apply(bucket, exchanged)
         for group in self.param_groups:
             group["steps"] += 1
         return loss
@@ -263,78 +243,37 @@ class DataParallel(torch.optim.Optimizer):
             transport=number(self.transport, self.ties), ties=TIES.index(self.ties), kind=1,
         )  # fmt: skip
 
-    def _transport(self, parameters: Sequence[Tensor]) -> Transport:
+    def _transport(self) -> Transport:
         if self._chosen is None:
+            parameters = self._parameters()
             elements = sum(p.numel() for p in parameters)
             self._chosen = choose(self.workers, self.transport, elements, self.ties, parameters[0])
         return self._chosen
 
-    def _buckets(self, moving: Sequence[bool]) -> dict[Literal["vote", "mean"], list[Bucket]]:
-        """Parameters by wire, at most `bucket_elements` together unless one alone is larger."""
-        buckets: dict[Literal["vote", "mean"], list[Bucket]] = {"vote": [], "mean": []}
-        start = first_word = 0
-        for group in self.param_groups:
-            rule = self._rule(group)
-            size, made = math.inf, buckets[rule.wire]
-            for i, p in enumerate(group["params"], start):
-                if moving[i]:
-                    if size + p.numel() > self.bucket_elements:
-                        made.append(Bucket(group, rule, [], first_word))
-                        size = 0
-                    made[-1].indices.append(i)
-                    size += p.numel()
-                    first_word += num_words(p.numel()) if rule.wire == "vote" else 0
-            start += len(group["params"])
-        return buckets
+    def _slots(self, bucket: Bucket, here: int) -> list[Slot]:
+        """The bucket's parameters with the state of one worker here, or everybody's."""
+        shared = bucket.rule.wire == "mean"
+        states = [self.state[p] if shared else self.worker_state(p, here) for p in bucket.parameters]
+        return [Slot(p, rows, state) for p, rows, state in zip(bucket.parameters, bucket.splits, states, strict=True)]
 
-    def _slots(self, bucket: Bucket, here: int | None) -> list[Slot]:
-        parameters = self._parameters()
-        splits = {id(p): rows for p, rows in zip(bucket.group["params"], bucket.group["splits"], strict=True)}
-        chosen = [parameters[i] for i in bucket.indices]
-        states = [self.state[p] if here is None else self.worker_state(p, here) for p in chosen]
-        return [Slot(p, splits[id(p)], state) for p, state in zip(chosen, states, strict=True)]
+    def _cast(self, bucket: Bucket, gradients: Sequence[Gradients], roll: Roll) -> list[Pending[list[Tensor]]]:
+        """Compute the directions of the workers here and start their vote; with error feedback also their sizes."""
+        silent: Gradients = [None] * len(roll.present[0])
+        cast = [
+            directions(bucket, self._slots(bucket, here), own if worker in roll.voters else silent)
+            for here, (worker, own) in enumerate(zip(self.workers.here, gradients, strict=True))
+        ]
+        moment = Moment(self.seed, bucket.group["steps"], bucket.first_word)
+        transport = self._transport()
+        signs, sizes = [mine for mine, _ in cast], [size for _, size in cast]
+        started = [vote(self.workers, roll, signs, transport=transport, ties=self.ties, moment=moment)]
+        return [*started, mean(self.workers, roll, sizes, torch.float32)] if sizes[0] else started
 
-    def _raw(self, bucket: Bucket, gradients: Sequence[Gradients]) -> list[list[Tensor]]:
-        parameters = self._parameters()
-        return [[_or_zero(worker[i], parameters[i]) for i in bucket.indices] for worker in gradients]
-
-    def _directions(
-        self, bucket: Bucket, gradients: Sequence[Gradients], voters: Sequence[int]
-    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Every worker's directions, zero where it has none, and with error feedback the sizes of its matrices."""
-        directions, sizes = [], []
-        for here, (worker, own) in enumerate(zip(self.workers.here, gradients, strict=True)):
-            slots = self._slots(bucket, here)
-            having = [k for k, i in enumerate(bucket.indices) if own[i] is not None and worker in voters]
-            found = bucket.rule.directions(
-                [slots[k] for k in having],
-                [own[bucket.indices[k]] for k in having],
-                bucket.group,  # type: ignore[misc]
-            )
-            mine = [torch.zeros_like(slot.parameter, dtype=torch.float32) for slot in slots]
-            size = [torch.zeros(max(1, len(slot.splits)), device=slot.parameter.device) for slot in slots]
-            for k, direction in zip(having, found, strict=True):
-                mine[k] = direction
-                if bucket.group.get("feedback"):
-                    mine[k], size[k] = add_feedback(direction, slots[k].state["feedback"], slots[k].splits)
-            directions.append(mine)
-            sizes.append(size if bucket.group.get("feedback") else [])
-        return directions, sizes
-
-    def _apply(self, bucket: Bucket, decided: Sequence[Tensor], sizes: Sequence[Tensor]) -> None:
-        here = None if bucket.rule.wire == "mean" else 0
-        bucket.rule.apply(self._slots(bucket, here), decided, bucket.group, sizes)
+    def _apply(self, bucket: Bucket, exchanged: Sequence[Pending[list[Tensor]]]) -> None:
+        decided, *sizes = [pending.result() for pending in exchanged]
+        bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, sizes[0] if sizes else [])
 
 
 def mean_state(states: Sequence[Tensor]) -> Tensor:
     """The rule for another number of workers: everyone continues with the mean of what the saved ones had."""
     return torch.stack([state.float() for state in states]).mean(0).to(states[0].dtype)
-
-
-def _or_zero(gradient: Tensor | None, p: Tensor) -> Tensor:
-    return torch.zeros_like(p) if gradient is None else gradient
-
-
-def _is_finite(gradients: Gradients) -> bool:
-    held = [g for g in gradients if g is not None and g.numel()]
-    return not held or math.isfinite(float(torch.nn.utils.get_total_norm(held, math.inf)))

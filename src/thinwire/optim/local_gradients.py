@@ -33,7 +33,7 @@ def check_local(parameters: Sequence[Tensor]) -> None:
             )
 
 
-def _wrappers(first: Tensor, kind: type) -> list[Any]:
+def _wrappers(first: Tensor, kind: Any) -> list[Any]:
     """All wrappers that hold a parameter; looked up once per parameter, among all objects alive."""
     if id(first) not in _known:
         found = [o for o in gc.get_objects() if type(o) is kind and any(p is first for p in o.parameters())]

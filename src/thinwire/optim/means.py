@@ -65,15 +65,18 @@ class SpelRule(_Averaged):
 
     name = "spel"
 
+    def __init__(self, momentum: str = "frame_momentum") -> None:
+        self.momentum = momentum
+
     def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_frame(p, group["lr"], group["frame_momentum"])
+        check_frame(p, group["lr"], group[self.momentum])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(p)}
 
     def apply(self, slots: Sequence[Slot], decided: Sequence[Tensor], group: Group, sizes: Sequence[Tensor]) -> None:
         for slot, gradient in zip(slots, decided, strict=True):
-            spel_update(slot.parameter, gradient, slot.state["momentum"], group["lr"], group["frame_momentum"])
+            spel_update(slot.parameter, gradient, slot.state["momentum"], group["lr"], group[self.momentum])
 
 
 class AdamWRule(_Averaged):
@@ -97,7 +100,8 @@ class AdamWRule(_Averaged):
         adamw(
             [slot.parameter for slot in slots],
             [g.to(slot.parameter.dtype) for g, slot in zip(decided, slots, strict=True)],
-            *([slot.state[key] for slot in slots] for key in ("exp_avg", "exp_avg_sq")),
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
             [],
             [slot.state["step"] for slot in slots],
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group[self.decay],

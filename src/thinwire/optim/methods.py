@@ -205,8 +205,9 @@ class Spel(DataParallel):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9, **rest: Any) -> None:
-        defaults = {"lr": lr, "frame_momentum": momentum, "wire_dtype": torch.float32}
-        super().__init__(params, {"muon": SpelRule(), "spel": SpelRule()}, defaults, **rest)
+        defaults = {"lr": lr, "momentum": momentum, "wire_dtype": torch.float32}
+        rule = SpelRule("momentum")
+        super().__init__(params, {"muon": rule, "spel": rule}, defaults, **rest)
 
     def orthogonality_error(self) -> float:
         """The largest `max |A^T A - I|` over all frames."""

@@ -18,6 +18,7 @@ not occur, gets no vote and keeps its momentum. (The polar factor mixes entries:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -42,8 +43,8 @@ def shape_factor(scale: Scale, rows: int, columns: int, *, is_polar: bool) -> fl
     if scale not in SCALES:
         raise ConfigError(f"scale {scale!r}", ", ".join(SCALES))
     if scale == "rms":
-        return RMS * (max(rows, columns) ** 0.5 if is_polar else 1.0)
-    return {"none": 1.0, "fan_in": columns**-0.5, "sqrt_mn": (rows * columns) ** -0.5}[scale]
+        return RMS * (math.sqrt(max(rows, columns)) if is_polar else 1.0)
+    return {"none": 1.0, "fan_in": 1 / math.sqrt(columns), "sqrt_mn": 1 / math.sqrt(rows * columns)}[scale]
 
 
 def decayed(gradient: Tensor, p: Tensor, group: Group) -> Tensor:

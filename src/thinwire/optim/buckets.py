@@ -1,0 +1,75 @@
+"""Parameters that are exchanged together, and what one worker contributes to their exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.bits import num_words
+from thinwire.optim.feedback import add_feedback
+from thinwire.optim.rule import Group, Rule, Slot, Wire
+
+Gradients = list[Tensor | None]  # of one worker, in the order of the optimizer's parameters
+
+
+@dataclass
+class Bucket:
+    """Parameters of one group. `indices` count over all groups; `first_word` over all that is voted on."""
+
+    group: Group
+    rule: Rule
+    first_word: int = 0
+    indices: list[int] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    splits: list[Sequence[int]] = field(default_factory=list)
+
+    def gradients(self, own: Gradients) -> list[Tensor]:
+        """One worker's gradients, zero where it has none."""
+        found = [own[i] for i in self.indices]
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.parameters, strict=True)]
+
+
+def make_buckets(
+    groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int
+) -> dict[Wire, list[Bucket]]:
+    """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger."""
+    buckets: dict[Wire, list[Bucket]] = {"vote": [], "mean": []}
+    index = first_word = 0
+    for group, rule in groups:
+        size, made = math.inf, buckets[rule.wire]
+        for p, splits in zip(group["params"], group["splits"], strict=True):
+            if moving[index]:
+                if size + p.numel() > bucket_elements:
+                    made.append(Bucket(group, rule, first_word))
+                    size = 0
+                made[-1].indices.append(index)
+                made[-1].parameters.append(p)
+                made[-1].splits.append(splits)
+                size += p.numel()
+                first_word += num_words(p.numel()) if rule.wire == "vote" else 0
+            index += 1
+    return buckets
+
+
+def directions(bucket: Bucket, slots: Sequence[Slot], own: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """One worker's directions, zero where it has no gradient, and with error feedback the sizes of its matrices."""
+    feedback = bucket.group.get("feedback", False)
+    result = [torch.zeros_like(p, dtype=torch.float32) for p in bucket.parameters]
+    sizes = [torch.zeros(max(1, len(slot.splits)), device=slot.parameter.device) for slot in slots] if feedback else []
+    having = [(k, g) for k, i in enumerate(bucket.indices) if (g := own[i]) is not None]
+    found = bucket.rule.directions([slots[k] for k, _ in having], [g for _, g in having], bucket.group)
+    for (k, _), direction in zip(having, found, strict=True):
+        result[k] = direction
+        if feedback:
+            result[k], sizes[k] = add_feedback(direction, slots[k].state["feedback"], slots[k].splits)
+    return result, sizes
+
+
+def is_finite(gradients: Gradients) -> bool:
+    """Whether one worker's gradients have neither NaN nor infinity."""
+    held = [g for g in gradients if g is not None and g.numel()]
+    return not held or math.isfinite(float(torch.nn.utils.get_total_norm(held, math.inf)))
