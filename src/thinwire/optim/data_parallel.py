@@ -86,6 +86,7 @@ class DataParallel(torch.optim.Optimizer):
         self.bucket_elements = bucket_elements
         self.recorded: list[Gradients] = []
         self._chosen: Transport | None = None
+        self._abstaining: set[int] = set()
         super().__init__(params, {**defaults, "steps": 0})
 
     # --- parameters and state --------------------------------------------------------------------------------------
@@ -169,6 +170,10 @@ class DataParallel(torch.optim.Optimizer):
         for p in parameters:
             p.grad = None
 
+    def abstain(self) -> None:
+        """Let the worker whose gradients are there now sit out the next step: it takes part, but casts no vote."""
+        self._abstaining.add(len(self.recorded))
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step, together with all workers; nobody steps where all abstain.
@@ -184,7 +189,8 @@ class DataParallel(torch.optim.Optimizer):
                 loss = closure()
         gradients = self._gradients()
         present = [[g is not None for g in own] for own in gradients]
-        abstaining = [not is_finite(own) for own in gradients]
+        abstaining = [i in self._abstaining or not is_finite(own) for i, own in enumerate(gradients)]
+        self._abstaining.clear()
         roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
         if not roll.voters:
             return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def build_stages(config: Config, place: Place) -> list[Stage]:
     pipe = config.pipeline
     stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
     placed = ranks_of_stages(config)
-    mine = [stage for stage in stages if place.group is None or placed[stage.index] == place.rank]
+    mine = [stage for stage in stages if place.pipe_group is None or placed[stage.index] == place.pipe_rank]
     for stage in mine:
         stage.to_empty(device=place.device)
         stage.init_weights(config.train.seed)
@@ -75,10 +76,23 @@ def build(config: Config, place: Place) -> Parts:
     engine = build_engine(config, place, stages)
     optim = config.optim
     routes = route_models(stages, optim.lr, optim.adamw_ratio * optim.lr, optim.frame_ratio * optim.lr)
-    optimizers = build_optimizers(
-        groups(routes), momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
-    )
-    return Parts(data, stages, engine, routes, optimizers)
+    return Parts(data, stages, engine, routes, _optimizers(config, place, engine, routes))
+
+
+def _optimizers(config: Config, place: Place, engine: Engine, routes: list[Route]) -> list[DataParallel]:
+    optim, dp = config.optim, config.dp
+    method: dict[str, Any] = {"weight_decay": optim.weight_decay}
+    if optim.method in ("muon", "signmuon", "signum", "sgd"):
+        method["momentum"] = optim.momentum
+    if optim.method in ("signmuon", "signum", "signsgd", "lion"):
+        method["feedback"] = optim.feedback
+    if optim.method == "signmuon":
+        method |= {"scale": optim.scale, "local_polar": optim.local_polar}
+    return build_optimizers(
+        groups(routes), optim.method, frame_momentum=optim.frame_momentum, aux=dp.aux, transport=dp.transport,
+        ties=dp.ties, seed=config.train.seed, group=place.replica_group, link=Link.parse(dp.link),
+        virtual_workers=dp.replicas if dp.emulate else 1, ledger=engine.ledger, **method,
+    )  # fmt: skip
 
 
 def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
@@ -88,9 +102,9 @@ def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
             _autocast(stage)
     pipe = config.pipeline
     return connect(
-        stages, loss_function(1 / config.tokens_per_step), num_microbatches=pipe.microbatches,
+        stages, loss_function(config.dp.replicas / config.tokens_per_step), num_microbatches=pipe.microbatches,
         shape=config.microbatch_shape, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
-        group=place.group, link=Link.parse(pipe.link),
+        group=place.pipe_group, link=Link.parse(pipe.link),
     )  # fmt: skip
 
 
