@@ -72,6 +72,7 @@ class Workers:
             self.group, self.size = None, virtual
         self.here = tuple(range(self.size)) if self.group is None else (dist.get_rank(self.group),)
         self.ledger = ledger
+        self.waited_s = 0.0  # for others and for the network, in all
         self.queue = LinkQueue(link) if link is not None else None
 
     @property
@@ -186,11 +187,13 @@ class Workers:
         Raises:
             PeerError: a worker or the network failed.
         """
+        began_s = time.monotonic()
         try:
             sent.work.wait()
         except RuntimeError as error:
             raise self.failure(error, sent.what) from error
         wait_until(sent.arrives_s)
+        self.waited_s += time.monotonic() - began_s
 
     def failure(self, error: RuntimeError, kind: str) -> Exception:
         """What to raise for an error of torch.distributed: names the workers that no longer answer."""

@@ -39,7 +39,7 @@ from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot
 from thinwire.wire import Ledger
 
-_NOT_OPTIONS = ("params", "names", "splits", "base_lr", "rule")
+_NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
 _log = logging.getLogger("thinwire")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thinwire.bits import num_words
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
 from thinwire.models import Llama
@@ -55,31 +57,45 @@ def loss_function(scale: float) -> LossFunction:
     return loss
 
 
-def build_stages(config: Config, place: Place) -> list[Stage]:
-    """Return this process's stages, alive and initialised; no others ever take memory."""
+def vote_positions(stages: Sequence[Stage]) -> dict[str, int]:
+    """The first word of every parameter in one vector of all signs of the model, however it is cut into stages."""
+    routes = route_models(stages, 0.0, 0.0, 0.0)
+    positions, word = {}, 0
+    for rule in ("muon", "adamw"):
+        for one in routes:
+            if one.rule == rule:
+                positions[one.name] = word
+                word += num_words(one.parameter.numel())
+    return positions
+
+
+def build_stages(config: Config, place: Place) -> tuple[list[Stage], dict[str, int]]:
+    """Return this process's stages, alive and initialised (no others ever take memory), and `vote_positions`."""
     with torch.device("meta"):
         model = Llama(config.llama)
     pipe = config.pipeline
     stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
-    placed = ranks_of_stages(config)
+    placed, positions = ranks_of_stages(config), vote_positions(stages)
     mine = [stage for stage in stages if place.pipe_group is None or placed[stage.index] == place.pipe_rank]
     for stage in mine:
         stage.to_empty(device=place.device)
         stage.init_weights(config.train.seed)
-    return mine
+    return mine, positions
 
 
 def build(config: Config, place: Place) -> Parts:
     """Build everything for this process."""
     data = load_data(config)
-    stages = build_stages(config, place)
+    stages, positions = build_stages(config, place)
     engine = build_engine(config, place, stages)
     optim = config.optim
     routes = route_models(stages, optim.lr, optim.adamw_ratio * optim.lr, optim.frame_ratio * optim.lr)
-    return Parts(data, stages, engine, routes, _optimizers(config, place, engine, routes))
+    return Parts(data, stages, engine, routes, _optimizers(config, place, engine, routes, positions))
 
 
-def _optimizers(config: Config, place: Place, engine: Engine, routes: list[Route]) -> list[DataParallel]:
+def _optimizers(
+    config: Config, place: Place, engine: Engine, routes: list[Route], positions: dict[str, int]
+) -> list[DataParallel]:
     optim, dp = config.optim, config.dp
     method: dict[str, Any] = {"weight_decay": optim.weight_decay}
     if optim.method in ("muon", "signmuon", "signum", "sgd"):
@@ -88,8 +104,11 @@ def _optimizers(config: Config, place: Place, engine: Engine, routes: list[Route
         method["feedback"] = optim.feedback
     if optim.method == "signmuon":
         method |= {"scale": optim.scale, "local_polar": optim.local_polar}
+    made = groups(routes)
+    for group in made:
+        group["positions"] = [positions.get(name, 0) for name in group["names"]]
     return build_optimizers(
-        groups(routes), optim.method, frame_momentum=optim.frame_momentum, aux=dp.aux, transport=dp.transport,
+        made, optim.method, frame_momentum=optim.frame_momentum, aux=dp.aux, transport=dp.transport,
         ties=dp.ties, seed=config.train.seed, group=place.replica_group, link=Link.parse(dp.link),
         virtual_workers=dp.replicas if dp.emulate else 1, ledger=engine.ledger, **method,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from thinwire.link import Link
 from thinwire.optim import clip_gradients, gradient_square_sum, lr_factor, set_lr
 from thinwire.pipeline import frames
 from thinwire.stiefel import orthogonality_error
-from thinwire.train import checkpoint
+from thinwire.train import checkpoint, replicas
 from thinwire.train.build import build
 from thinwire.train.config import Config
 from thinwire.train.evaluate import Validation
@@ -64,6 +64,8 @@ class Trainer:
         self._begin()  # may refuse a checkpoint: nothing has been written yet
         self._prepare_folder()
         self.journal.open(self.step, routing_table(self.parts.routes, self.place))
+        net = replicas.network(self.config, self.parts, self.place)
+        self.meter.read()
         evaluation: dict[str, float] = {}
         try:
             while self.step < train.steps:
@@ -76,7 +78,7 @@ class Trainer:
         finally:
             self.journal.close()
         evaluation = evaluation or self.validation.run(self.engine)
-        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation)
+        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation, net)
 
     def _batches(self) -> Any:
         return self.parts.data.batches(self.config.model.seq_len, self.config.train.batch_size, self.config.train.seed)
@@ -154,11 +156,11 @@ class Trainer:
         began = time.perf_counter()
         batch: Tensor = self._timed(seconds, "data_s", "reading data", self.batches.next).to(self.place.device)
         shares = batch.chunk(config.dp.replicas)
-        replicas = [r for share in self._mine(shares) for r in self._gradients(share, seconds)]
-        total = sum(loss for loss, _ in replicas) / len(replicas)
-        norm = sum(norm for _, norm in replicas) / len(replicas)
+        all_replicas = [one for share in self._mine(shares) for one in self._gradients(share, seconds)]
+        total = sum(loss for loss, _ in all_replicas) / len(all_replicas)
+        norm = sum(norm for _, norm in all_replicas) / len(all_replicas)
         factor = lr_factor(self.step, config.train.steps, warmup=config.optim.warmup_steps, decay=config.optim.decay)
-        self._timed(seconds, "optimizer_s", "the optimizer's step", lambda: self._update(replicas, factor))
+        self._timed(seconds, "optimizer_s", "the optimizer's step", lambda: self._update(all_replicas, factor))
         self._timed(seconds, "sync_s", "sending shared tensors", self.engine.sync.publish)
         self.step += 1
         seconds["step_s"] = time.perf_counter() - began
@@ -180,8 +182,8 @@ class Trainer:
             part = self.engine.step(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
             loss = loss if part is None else loss + part
         self._timed(seconds, "sync_s", "bringing shared gradients together", self.engine.sync.collect)
-        replicas = self._agree(loss)
-        own_loss, own_norm = replicas[self.place.replica]
+        computed = self._agree(loss)
+        own_loss, own_norm = computed[self.place.replica]
         if math.isfinite(own_loss) and math.isfinite(own_norm):
             if self.config.optim.grad_clip:
                 clip_gradients(self.parameters, own_norm, self.config.optim.grad_clip)
@@ -191,7 +193,7 @@ class Trainer:
         if self.config.dp.emulate:
             for optimizer in self.parts.optimizers:
                 optimizer.next_worker()
-        return replicas
+        return computed
 
     def _agree(self, loss: Tensor) -> list[tuple[float, float]]:
         """Every rank learns each replica's loss and the norm of the whole model's gradient there."""
@@ -204,9 +206,9 @@ class Trainer:
         sums = torch.stack(ranks).view(-1, self.config.pipeline_ranks, 2).sum(1)
         return [(loss, math.sqrt(square)) for loss, square in sums.tolist()]
 
-    def _update(self, replicas: Sequence[tuple[float, float]], factor: float) -> None:
+    def _update(self, computed: Sequence[tuple[float, float]], factor: float) -> None:
         """Step; where no replica's loss and gradient are finite all of them abstain, and no state is touched."""
-        finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in replicas]
+        finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in computed]
         self.skipped = 0 if any(finite) else self.skipped + 1
         set_lr(self.parts.optimizers, factor)
         for optimizer in self.parts.optimizers:
@@ -214,7 +216,7 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         if self.skipped == _MAX_SKIPPED:
-            loss, norm = replicas[0]
+            loss, norm = computed[0]
             raise ConfigError(
                 f"loss {loss} and gradient norm {norm} for {_MAX_SKIPPED} steps in a row", "finite ones",
                 f"lower optim.lr (now {self.config.optim.lr}) or warm up for longer",
@@ -233,7 +235,11 @@ class Trainer:
         waited_s = sum(port.waited_s for port in ports)
         for port in ports:
             port.waited_s = 0.0
-        return {"forward_s": activity.take("F"), "backward_s": activity.take("BIW"), "link_wait_s": waited_s}
+        vote_s = sum(optimizer.workers.waited_s for optimizer in self.parts.optimizers)
+        for optimizer in self.parts.optimizers:
+            optimizer.workers.waited_s = 0.0
+        compute = {"forward_s": activity.take("F"), "backward_s": activity.take("BIW")}
+        return {**compute, "link_wait_s": waited_s, "vote_s": vote_s}
 
     def _orthogonality(self) -> dict[str, float]:
         errors = [orthogonality_error(frame) for frame in frames(self.parts.stages).values()]

@@ -20,7 +20,7 @@ from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
 _SYNC_KINDS = ("frame", "frame_gradient", "anchors", "anchors_gradient", "tied", "tied_gradient")
 SUMMED = ("wire_bytes_fwd", "wire_bytes_bwd", "wire_bytes_dp", "wire_bytes_sync", "sync_bytes_fwd", "sync_bytes_bwd")
-MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s")
+MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s", "vote_s")
 LARGEST = ("orthogonality_error", "step_s")
 _LINE_EVERY_S = 10.0  # between progress lines where there is no terminal
 KEYS = (*SUMMED, *MEANED, *LARGEST)

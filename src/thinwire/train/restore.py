@@ -37,7 +37,7 @@ def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
     if newest is None:
         raise ConfigError(f"run {run} has no checkpoint", remedy="let it train to its first one")
     place = join(config)
-    stages = build_stages(config, place)
+    stages, _ = build_stages(config, place)
     engine = build_engine(config, place, stages)
     assert isinstance(engine, Twin)
     values = checkpoint.tensors(stages, engine.sync, (), place)

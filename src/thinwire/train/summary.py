@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from thinwire import __version__
+from thinwire.collectives.cost import AlphaBeta
 from thinwire.link import Link
 from thinwire.optim import Route, describe
 from thinwire.pipeline.orders import Action, schedule_actions
 from thinwire.plan import simulate
+from thinwire.train import replicas
 from thinwire.train.build import Parts, ranks_of_stages
 from thinwire.train.config import Config
 from thinwire.train.metrics import MEANED, SUMMED, write_atomically
@@ -30,7 +32,12 @@ _SETTLING_STEPS = 2  # the first steps open connections and fill caches; medians
 
 
 def summarise(
-    config: Config, place: Place, parts: Parts, records: Sequence[dict[str, Any]], evaluation: dict[str, float]
+    config: Config,
+    place: Place,
+    parts: Parts,
+    records: Sequence[dict[str, Any]],
+    evaluation: dict[str, float],
+    net: AlphaBeta | None = None,
 ) -> dict[str, Any]:
     """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
     stages = _gather(_stage_accounts(config, parts) if place.replica == 0 else [], place)
@@ -41,7 +48,8 @@ def summarise(
     summary = {
         **evaluation,
         "params": sum(stage["params"] for stage in stages),
-        **_traffic(config, records, sum(stage["params"] for stage in stages)),
+        **_traffic(config, records),
+        **replicas.account(config, parts, steady, net, sum(stage["params"] for stage in stages)),
         "median_step_s": median(record["step_s"] for record in steady),
         "predicted_step_s": predicted_step_s(config, stages, steady),
         "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
@@ -117,17 +125,12 @@ def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
     return [head, "-" * len(head), *lines, "(mirror: follows the owner of the same tensor on another stage)", ""]
 
 
-def _traffic(config: Config, records: Sequence[dict[str, Any]], params: int) -> dict[str, float | None]:
+def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Bytes per token and boundary between two ranks, and compression factors, over all steps of the run."""
     ranks = ranks_of_stages(config)
     boundaries = sum(ranks[p] != ranks[p + 1] for p in range(len(ranks) - 1))
     tokens = boundaries * len(records) * config.tokens_per_step
-    votes = sum(record["wire_bytes_dp"] for record in records)
-    uncompressed = 8 * (config.dp.replicas - 1) * params * len(records)  # fp32 ring all-reduces, all ranks together
-    result: dict[str, float | None] = {
-        "compression_factor_dp": uncompressed / votes if votes else None, "bytes_per_token_sync": 0.0,
-        "bytes_per_step_dp": votes / len(records),
-    }  # fmt: skip
+    result: dict[str, float | None] = {"bytes_per_token_sync": 0.0}
     for way in ("fwd", "bwd"):
         sync = sum(record[f"sync_bytes_{way}"] for record in records)
         sent = sum(record[f"wire_bytes_{way}"] for record in records) + sync
