@@ -38,6 +38,7 @@ class Gradients:
         self.shapes = shapes(num_layers)
         sizes = [rows * columns for rows, columns in self.shapes]
         self.flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
+        self.flat[self.flat == 0] = 1  # of 25 million, about two; a vote with a zero sends where its zeros are
         pieces = self.flat.split(sizes)
         self.matrices = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
@@ -83,18 +84,20 @@ def ring_bytes(num_bytes: float) -> float:
     return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes
 
 
-def vote(gradients: Gradients, transport: str) -> Exchange:
-    """Thinwire's majority of signs, from a float32 vector to an int8 one."""
+def vote(gradients: Gradients, transport: str, num_zeros: int = 0) -> Exchange:
+    """Thinwire's majority of signs, from a float32 vector to an int8 one; the first elements may be zeros."""
     n = gradients.flat.numel()
+    flat = gradients.flat.clone() if num_zeros else gradients.flat
+    flat[:num_zeros] = 0
     needed = {"packed": ring_bytes(n / 8), "gather": (dist.get_world_size() - 1) * n / 8, "sum": ring_bytes(n)}
-    run = partial(thinwire.majority_vote, gradients.flat, group=None, transport=transport, ties="random")
-    return Exchange(run, needed[transport], check=partial(_check_vote, gradients))
+    run = partial(thinwire.majority_vote, flat, group=None, transport=transport, ties="random")
+    return Exchange(run, needed[transport], check=partial(_check_vote, flat))
 
 
-def _check_vote(gradients: Gradients, vote: Tensor) -> None:
+def _check_vote(flat: Tensor, vote: Tensor) -> None:
     """Every rank has the same vote, and it is the sign of the integer sum wherever that is not zero."""
     span = slice(0, min(1 << 20, vote.numel()))
-    total = bits.unpack_signs(bits.pack_signs(gradients.flat[span]), vote[span].numel())
+    total = flat[span].sign().to(torch.int8)
     dist.all_reduce(total)
     high, low = vote[span].clone(), vote[span].clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -202,6 +205,7 @@ EXCHANGES: dict[str, Callable[[Gradients], Exchange]] = {
     "packed, words alone, in pairs": partial(words_alone, how="in_pairs"),
     "packed, words alone, by gloo": partial(words_alone, how="by_gloo"),
     "packed, computing alone": packed_computing_alone,
+    "thinwire packed, one zero": partial(vote, transport="packed", num_zeros=1),
     "thinwire gather": partial(vote, transport="gather"),
     "thinwire sum": partial(vote, transport="sum"),
     "DDP fp32": partial(ddp, name="fp32"),

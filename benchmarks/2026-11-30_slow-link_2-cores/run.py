@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 RING, WORDS_ALONE = "ring all-reduce fp32", "packed, words alone, in pairs"
 TIMED = [
     "thinwire packed", WORDS_ALONE, "packed, words alone, by gloo", "packed, computing alone",
-    RING, "thinwire gather", "thinwire sum", "DDP fp32", "DDP bf16", "DDP PowerSGD",
+    RING, "thinwire packed, one zero", "thinwire gather", "thinwire sum", "DDP fp32", "DDP bf16", "DDP PowerSGD",
 ]  # fmt: skip
 # Where hivemind is installed, in a run of its own: its processes are never quite at rest, and the others would feel it.
 APART = [RING, "hivemind 8 bit"]
