@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import (
+    BUCKET,
     TIES,
     AnyTransport,
     Moment,
@@ -76,7 +77,7 @@ class DataParallel(torch.optim.Optimizer):
         seed: int = 0,
         ledger: Ledger | None = None,
         link: Link | None = None,
-        bucket_elements: int = 1 << 23,
+        bucket_elements: int = BUCKET,
     ) -> None:
         if bucket_elements < 1:
             raise ConfigError(f"bucket_elements={bucket_elements}", "1 or more")
