@@ -15,12 +15,13 @@ import torch
 from tests.distributed.test_runs import command, environment, lines, tensors, text, train
 
 __all__ = ["text"]
-TWO_BY_TWO = [
+TWO_STAGES = [
     "tiny-mapl", "--pipeline.stages", "2", "--pipeline.microbatches", "2", "--train.batch-size", "8",
     "--codec.factor", "0", "--codec.rank", "4", "--train.steps", "4", "--train.checkpoint-every", "2",
     "--train.eval-every", "2", "--optim.method", "signmuon", "--optim.lr", "0.002", "--optim.adamw-ratio", "5",
-    "--optim.frame-ratio", "1", "--dp.replicas", "2", "--dp.ties", "random",
+    "--optim.frame-ratio", "1", "--dp.ties", "random",
 ]  # fmt: skip
+TWO_BY_TWO = [*TWO_STAGES, "--dp.replicas", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_resumed_run_continues_every_worker(square: Path, text: Path, tmp_path
     again = tmp_path / "square"
     shutil.copytree(square, again)
     shutil.rmtree(again / "checkpoints" / "step-00000004")
-    done = train(tmp_path, text, "tiny-mapl", "--name", "square", "--resume")
+    done = train(tmp_path, text, *TWO_BY_TWO, "--name", "square", "--resume")
     assert done.returncode == 0, done.stderr
     old, new = (tensors(run / "checkpoints" / "step-00000004") for run in (square, again))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
@@ -71,7 +72,7 @@ def test_another_number_of_replicas_starts_with_the_mean_and_says_so(square: Pat
     again = tmp_path / "square"
     shutil.copytree(square, again)
     shutil.rmtree(again / "checkpoints" / "step-00000004")
-    done = train(tmp_path, text, "tiny-mapl", "--name", "square", "--resume", "--dp.replicas", "1", "--dp.link", "none")
+    done = train(tmp_path, text, *TWO_STAGES, "--name", "square", "--resume", "--dp.replicas", "1", "--dp.link", "none")
     assert done.returncode == 0, done.stderr
     assert "checkpoint of 2 replicas, now 1" in done.stderr and "mean" in done.stderr
 
