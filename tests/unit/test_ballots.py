@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_the_result_does_not_depend_on_the_bucketing(pattern: str, ties: Ties) -
     whole = count(ballots, ties, MOMENT)
     for cuts in ([0, 9], [0, 1, 9], [0, 4, 5, 9], list(range(10))):
         parts: list[Ballot] = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             parts.append(count([b.part(start, stop) for b in ballots], ties, MOMENT.behind(start)))
         assert torch.equal(torch.cat([p.negative_W for p in parts]) & whole.present_W, whole.negative_W)
         assert torch.equal(torch.cat([p.present_W for p in parts]), whole.present_W)
