@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from thinwire.cli import main
 from thinwire.train import recipes
-from thinwire.train.config import from_dict, to_dict
+from thinwire.train.stored import from_dict, to_dict
 from thinwire.train.validate import validate
 
 SMALL = [

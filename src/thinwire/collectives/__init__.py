@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.bits import num_words
 from thinwire.collectives import cost
 from thinwire.collectives.ballots import TIES, Moment, Ties
 from thinwire.collectives.roll import Roll, Subject
@@ -16,6 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.wire import Ledger
 
+BUCKET = 1 << 22  # signs that travel together while the next ones are packed, and the ones before counted
 AnyTransport = Literal["packed", "gather", "sum", "auto"]
 
 __all__ = [
@@ -82,7 +85,14 @@ def majority_vote(
     roll = workers.call(subject, [abstain], [[True]], signs.device)
     chosen = choose(workers, transport, signs.numel(), ties, signs)
     moment = Moment(seed, step)
-    return vote(workers, roll, [[signs]], transport=chosen, ties=ties, moment=moment).result()[0]
+    flights: list[Pending[list[Tensor]]] = []
+    for part in signs.detach().flatten().split(BUCKET) if signs.numel() else [signs]:
+        started = vote(workers, roll, [[part]], transport=chosen, ties=ties, moment=moment)
+        moment = moment.behind(num_words(part.numel()))
+        for earlier in flights:
+            earlier.advance()
+        flights.append(started)
+    return torch.cat([pending.result()[0] for pending in flights]).view(signs.shape)
 
 
 def number(transport: str, ties: str) -> int:

@@ -8,8 +8,7 @@ is. Elsewhere the majority of the votes decides, and at a tie
     random   a draw from seed, step and position, the same on all ranks (`bits.random_words`)
     owner    the sign of the word's owner, voter `(word + step) % V`; where the owner has none, the random draw
 
-Signs travel as one bit each. What zeros need travels beside them only where there are zeros: one bit per word where
-they come in whole words (rows of an embedding, whole tensors), else one bit per sign.
+Signs travel as one bit each. What zeros need travels beside them only where there are zeros (`mask.py`).
 
 Dimension letters: V voters, W words, P planes.
 """
@@ -29,14 +28,16 @@ from thinwire import bits
 
 Ties = Literal["zero", "random", "owner"]
 TIES: tuple[Ties, ...] = ("zero", "random", "owner")
+FEW_SHARE = 16  # a list of partly present words pays where they are at most every so-manieth
 
 
 class Zeros(IntEnum):
-    """Where a ballot has no sign: nowhere, in whole words only, or anywhere."""
+    """Where a ballot has no sign."""
 
     NONE = 0
-    WORDS = 1
-    ANY = 2
+    FEW = 1  # in some words, never in a whole one, that are worth a list
+    WORDS = 2  # in whole words, and few others
+    ANY = 3
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class Ballot:
-    """Signs `(W,)`: bit 1 in `negative_W` is -1; bit 1 in `present_W` is a sign at all."""
+    """Signs `(W,)`: bit 1 in `negative_W` is -1; bit 1 in `present_W` is a sign at all.
+
+    `few` words at most have some but not all of their signs.
+    """
 
     negative_W: Tensor
     present_W: Tensor
     zeros: Zeros = Zeros.ANY
+    few: int = 0
 
     def part(self, start: int, stop: int) -> Ballot:
         """Some of the words."""
-        return Ballot(self.negative_W[start:stop], self.present_W[start:stop], self.zeros)
+        return Ballot(self.negative_W[start:stop], self.present_W[start:stop], self.zeros, self.few)
 
 
 @lru_cache(maxsize=64)
@@ -85,8 +90,11 @@ def cast(tensors: Sequence[Tensor]) -> Ballot:
     missing_W = present_W ^ full_W
     if not bool(missing_W.any()):
         return Ballot(negative_W, present_W, Zeros.NONE)
-    whole = bool(((missing_W == 0) | (missing_W == full_W)).all())
-    return Ballot(negative_W, present_W, Zeros.WORDS if whole else Zeros.ANY)
+    whole_W = missing_W == full_W
+    few = int(((missing_W != 0) & ~whole_W).sum())
+    if few > full_W.numel() // FEW_SHARE:
+        return Ballot(negative_W, present_W, Zeros.ANY)
+    return Ballot(negative_W, present_W, Zeros.WORDS if bool(whole_W.any()) else Zeros.FEW, few)
 
 
 def read(result: Ballot, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -102,27 +110,12 @@ def read(result: Ballot, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return tensors
 
 
-def write_mask(ballot: Ballot, zeros: Zeros) -> Tensor:
-    """What travels beside the signs so that the receiver knows which are present."""
-    if zeros is Zeros.NONE:
-        return ballot.present_W[:0]
-    return bits.pack_mask(ballot.present_W != 0) if zeros is Zeros.WORDS else ballot.present_W
-
-
-def read_mask(negative_W: Tensor, mask: Tensor, full_W: Tensor, zeros: Zeros) -> Ballot:
-    """The inverse of `write_mask`; `full_W` is `all_present`'s part."""
-    if zeros is Zeros.NONE:
-        return Ballot(negative_W, full_W, zeros)
-    if zeros is Zeros.WORDS:
-        mask = -bits.unpack_mask(mask, negative_W.numel()).to(torch.int64) & full_W
-    return Ballot(negative_W, mask, zeros)
-
-
-def result_zeros(zeros: Zeros, num_voters: int, ties: Ties) -> Zeros:
-    """Where the result can be 0, for ballots whose zeros are at most such."""
-    if ties == "zero" and (zeros is not Zeros.NONE or num_voters % 2 == 0):
-        return Zeros.ANY
-    return zeros
+def result_kind(ballots: Sequence[Ballot], ties: Ties) -> tuple[Zeros, int]:
+    """Where the result can be 0, and in how many words partly: known to all who know this much of every ballot."""
+    zeros, few = max(ballot.zeros for ballot in ballots), sum(ballot.few for ballot in ballots)
+    if ties == "zero" and (len(ballots) % 2 == 0 or zeros > Zeros.FEW):
+        return Zeros.ANY, 0
+    return zeros, few
 
 
 def count(ballots: Sequence[Ballot], ties: Ties, moment: Moment) -> Ballot:
@@ -139,12 +132,12 @@ def count(ballots: Sequence[Ballot], ties: Ties, moment: Moment) -> Ballot:
         for present_W in present_VW[1:]:
             voted_W |= present_W
         tie_W &= voted_W
-    left = result_zeros(zeros, len(ballots), ties)
+    kind = result_kind(ballots, ties)
     if ties == "zero":
-        return Ballot(negative_W, voted_W & ~tie_W, left)
+        return Ballot(negative_W, voted_W & ~tie_W, *kind)
     if zeros is Zeros.NONE and len(ballots) % 2:
-        return Ballot(negative_W, voted_W, left)
-    return Ballot(bits.break_ties(negative_W, tie_W, draw(ballots, ties, moment)), voted_W, left)
+        return Ballot(negative_W, voted_W, *kind)
+    return Ballot(bits.break_ties(negative_W, tie_W, draw(ballots, ties, moment)), voted_W, *kind)
 
 
 def draw(ballots: Sequence[Ballot], ties: Ties, moment: Moment) -> Tensor:

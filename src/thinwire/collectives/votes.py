@@ -11,6 +11,7 @@ All give the same result for the same ballots, tie rule and moment.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,10 +29,8 @@ from thinwire.collectives.ballots import (
     count,
     owned,
     read,
-    read_mask,
-    result_zeros,
-    write_mask,
 )
+from thinwire.collectives.mask import read_mask, write_mask
 from thinwire.collectives.roll import Roll
 from thinwire.collectives.workers import Exchange, Pending, Workers
 
@@ -76,38 +75,58 @@ def _vote(
 def _packed(
     workers: Workers, voters: Sequence[int], ballot: Ballot, full_W: Tensor, ties: Ties, moment: Moment
 ) -> Exchange[Ballot]:
-    size, words = workers.size, full_W.numel()
+    size, words, mine = workers.size, full_W.numel(), workers.here[0]
     shard = -(-words // size)
     rest = (0, size * shard - words)
     full_MS = pad(full_W, rest).view(size, shard)
-    parts = Ballot(pad(ballot.negative_W, rest), pad(ballot.present_W, rest), ballot.zeros)
-    flag = full_W.new_full((size, 1), ballot.zeros)
-    received = yield from workers.all_to_all(torch.cat([flag, parts.negative_W.view(size, shard)], dim=1), "vote")
-    zeros = Zeros(int(received[list(voters), 0].max()))
+    whole = Ballot(pad(ballot.negative_W, rest), pad(ballot.present_W, rest), ballot.zeros, ballot.few)
+    rows = torch.cat([_flags(ballot).expand(size, -1), whole.negative_W.view(size, shard)], dim=1)
+    received = yield from workers.all_to_all(rows, "vote")
+    zeros, few, fews = _kinds(received, voters)
     masks = received[:, :0]
     if zeros is not Zeros.NONE:
-        rows = [write_mask(parts.part(j * shard, (j + 1) * shard), zeros) for j in range(size)]
-        masks = yield from workers.all_to_all(torch.stack(rows), "vote")
-    mine = workers.here[0]
-    ballots = [read_mask(received[j, 1:], masks[j], full_MS[mine], zeros) for j in voters]
+        parts = [whole.part(j * shard, (j + 1) * shard) for j in range(size)]
+        written = [write_mask(part, full, zeros, few) for part, full in zip(parts, full_MS, strict=True)]
+        masks = yield from workers.all_to_all(torch.stack(written), "vote")
+    ballots = [
+        replace(read_mask(received[j, _FLAGS:], masks[j], full_MS[mine], zeros, few), few=fews[j]) for j in voters
+    ]
     result = count(ballots, ties, moment.behind(mine * shard))
-    left = result_zeros(zeros, len(voters), ties)
-    gathered = yield from workers.all_gather(torch.cat([result.negative_W, write_mask(result, left)]), "vote")
-    whole = [read_mask(row[:shard], row[shard:], full, left) for row, full in zip(gathered, full_MS, strict=True)]
-    negative_W = torch.cat([part.negative_W for part in whole])[:words]
-    return Ballot(negative_W, torch.cat([part.present_W for part in whole])[:words], left)
+    beside = write_mask(result, full_MS[mine], result.zeros, result.few)
+    gathered = yield from workers.all_gather(torch.cat([result.negative_W, beside]), "vote")
+    shards = [
+        read_mask(row[:shard], row[shard:], full, result.zeros, result.few)
+        for row, full in zip(gathered, full_MS, strict=True)
+    ]
+    negative_W = torch.cat([part.negative_W for part in shards])[:words]
+    return Ballot(negative_W, torch.cat([part.present_W for part in shards])[:words], result.zeros)
 
 
 def _gathered(
     workers: Workers, voters: Sequence[int], ballot: Ballot, full_W: Tensor, ties: Ties, moment: Moment
 ) -> Exchange[Ballot]:
-    flag = full_W.new_full((1,), ballot.zeros)
-    received = yield from workers.all_gather(torch.cat([flag, ballot.negative_W]), "vote")
-    zeros = Zeros(int(received[list(voters), 0].max()))
+    received = yield from workers.all_gather(torch.cat([_flags(ballot), ballot.negative_W]), "vote")
+    zeros, few, _ = _kinds(received, voters)
     masks = received[:, :0]
     if zeros is not Zeros.NONE:
-        masks = yield from workers.all_gather(write_mask(ballot, zeros), "vote")
-    return count([read_mask(received[j, 1:], masks[j], full_W, zeros) for j in voters], ties, moment)
+        masks = yield from workers.all_gather(write_mask(ballot, full_W, zeros, few), "vote")
+    ballots = [read_mask(received[j, _FLAGS:], masks[j], full_W, zeros, few) for j in voters]
+    return count(ballots, ties, moment)
+
+
+_FLAGS = 2  # words before the signs: where there are zeros, and in how many words partly
+
+
+def _flags(ballot: Ballot) -> Tensor:
+    return torch.tensor([int(ballot.zeros), ballot.few], device=ballot.negative_W.device)
+
+
+def _kinds(received: Tensor, voters: Sequence[int]) -> tuple[Zeros, int, dict[int, int]]:
+    """What masks the voters need together: the kind, the longest list, and each one's."""
+    flags = {j: received[j, :_FLAGS].tolist() for j in voters}
+    zeros = Zeros(max(kind for kind, _ in flags.values()))
+    fews = {j: few for j, (_, few) in flags.items()}
+    return zeros, max(fews.values()), fews
 
 
 def _summed(
@@ -121,7 +140,7 @@ def _summed(
     largest = 2 * workers.size + 1 if ties == "owner" else workers.size
     if largest > 127:
         signs, present = signs.to(torch.int32), present.to(torch.int32)
-    zeros = Zeros.ANY
+    zeros = Zeros.NONE
     if ties != "zero":  # whether a sum of zero is a tie or nobody's vote: only then must it be known
         flags = yield from workers.all_gather(full_W.new_full((1,), ballot.zeros), "vote")
         zeros = Zeros(int(flags[list(voters)].max()))
@@ -136,12 +155,11 @@ def _summed(
     counts_voters = ties != "zero" and zeros is not Zeros.NONE
     total = yield from workers.all_reduce(torch.cat([signs, present]) if counts_voters else signs, "vote")
     negative_W, decided_W = bits.pack_mask(total[:num_signs] < 0), bits.pack_mask(total[:num_signs] != 0)
-    left = result_zeros(zeros if ties != "zero" else Zeros.ANY, len(voters), ties)
     if ties == "zero":
-        return Ballot(negative_W, decided_W, left)
+        return Ballot(negative_W, decided_W)
     voted_W = bits.pack_mask(total[num_signs:] != 0) if counts_voters else full_W
     draw_W = bits.random_words(moment.seed, moment.step, moment.first_word, full_W.numel(), full_W.device)
-    return Ballot(bits.break_ties(negative_W, voted_W & ~decided_W, draw_W), voted_W, left)
+    return Ballot(bits.break_ties(negative_W, voted_W & ~decided_W, draw_W), voted_W, zeros)
 
 
 def mean(

@@ -36,16 +36,21 @@ class Bucket:
 def make_buckets(
     groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int
 ) -> dict[Wire, list[Bucket]]:
-    """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger."""
+    """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger.
+
+    Words are counted as they come, or as a group's `positions` say (by parameter), so that ties are broken alike
+    however a model is cut into stages.
+    """
     buckets: dict[Wire, list[Bucket]] = {"vote": [], "mean": []}
     index = first_word = 0
     for group, rule in groups:
         size, made = math.inf, buckets[rule.wire]
-        for p, splits in zip(group["params"], group["splits"], strict=True):
+        for k, (p, splits) in enumerate(zip(group["params"], group["splits"], strict=True)):
             if moving[index]:
-                if size + p.numel() > bucket_elements:
-                    made.append(Bucket(group, rule, first_word))
-                    size = 0
+                position = group["positions"][k] if "positions" in group else first_word
+                if size + p.numel() > bucket_elements or position != first_word:
+                    made.append(Bucket(group, rule, position))
+                    size, first_word = 0, position
                 made[-1].indices.append(index)
                 made[-1].parameters.append(p)
                 made[-1].splits.append(splits)

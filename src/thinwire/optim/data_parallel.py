@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import (
+    BUCKET,
     TIES,
     AnyTransport,
     Moment,
@@ -39,7 +40,7 @@ from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot
 from thinwire.wire import Ledger
 
-_NOT_OPTIONS = ("params", "names", "splits", "base_lr", "rule")
+_NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
 _log = logging.getLogger("thinwire")
 
 
@@ -76,7 +77,7 @@ class DataParallel(torch.optim.Optimizer):
         seed: int = 0,
         ledger: Ledger | None = None,
         link: Link | None = None,
-        bucket_elements: int = 1 << 23,
+        bucket_elements: int = BUCKET,
     ) -> None:
         if bucket_elements < 1:
             raise ConfigError(f"bucket_elements={bucket_elements}", "1 or more")
@@ -86,6 +87,7 @@ class DataParallel(torch.optim.Optimizer):
         self.bucket_elements = bucket_elements
         self.recorded: list[Gradients] = []
         self._chosen: Transport | None = None
+        self._abstaining: set[int] = set()
         super().__init__(params, {**defaults, "steps": 0})
 
     # --- parameters and state --------------------------------------------------------------------------------------
@@ -169,6 +171,10 @@ class DataParallel(torch.optim.Optimizer):
         for p in parameters:
             p.grad = None
 
+    def abstain(self) -> None:
+        """Let the worker whose gradients are there now sit out the next step: it takes part, but casts no vote."""
+        self._abstaining.add(len(self.recorded))
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step, together with all workers; nobody steps where all abstain.
@@ -184,7 +190,8 @@ class DataParallel(torch.optim.Optimizer):
                 loss = closure()
         gradients = self._gradients()
         present = [[g is not None for g in own] for own in gradients]
-        abstaining = [not is_finite(own) for own in gradients]
+        abstaining = [i in self._abstaining or not is_finite(own) for i, own in enumerate(gradients)]
+        self._abstaining.clear()
         roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
         if not roll.voters:
             return loss

@@ -220,3 +220,4 @@ METHODS: dict[str, type[_Method]] = {
     "signmuon": SignMuon, "signum": Signum, "signsgd": SignSGD, "lion": DistributedLion, "muon": Muon,
     "adamw": AdamW, "sgd": SGD,
 }  # fmt: skip
+VOTING = ("signmuon", "signum", "signsgd", "lion")  # methods that send signs

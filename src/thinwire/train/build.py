@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thinwire.bits import num_words
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
 from thinwire.models import Llama
@@ -54,31 +57,61 @@ def loss_function(scale: float) -> LossFunction:
     return loss
 
 
-def build_stages(config: Config, place: Place) -> list[Stage]:
-    """Return this process's stages, alive and initialised; no others ever take memory."""
+def vote_positions(stages: Sequence[Stage]) -> dict[str, int]:
+    """The first word of every parameter in one vector of all signs of the model, however it is cut into stages."""
+    routes = route_models(stages, 0.0, 0.0, 0.0)
+    positions, word = {}, 0
+    for rule in ("muon", "adamw"):
+        for one in routes:
+            if one.rule == rule:
+                positions[one.name] = word
+                word += num_words(one.parameter.numel())
+    return positions
+
+
+def build_stages(config: Config, place: Place) -> tuple[list[Stage], dict[str, int]]:
+    """Return this process's stages, alive and initialised (no others ever take memory), and `vote_positions`."""
     with torch.device("meta"):
         model = Llama(config.llama)
     pipe = config.pipeline
     stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
-    placed = ranks_of_stages(config)
-    mine = [stage for stage in stages if place.group is None or placed[stage.index] == place.rank]
+    placed, positions = ranks_of_stages(config), vote_positions(stages)
+    mine = [stage for stage in stages if place.pipe_group is None or placed[stage.index] == place.pipe_rank]
     for stage in mine:
         stage.to_empty(device=place.device)
         stage.init_weights(config.train.seed)
-    return mine
+    return mine, positions
 
 
 def build(config: Config, place: Place) -> Parts:
     """Build everything for this process."""
     data = load_data(config)
-    stages = build_stages(config, place)
+    stages, positions = build_stages(config, place)
     engine = build_engine(config, place, stages)
     optim = config.optim
     routes = route_models(stages, optim.lr, optim.adamw_ratio * optim.lr, optim.frame_ratio * optim.lr)
-    optimizers = build_optimizers(
-        groups(routes), momentum=optim.momentum, frame_momentum=optim.frame_momentum, weight_decay=optim.weight_decay
-    )
-    return Parts(data, stages, engine, routes, optimizers)
+    return Parts(data, stages, engine, routes, _optimizers(config, place, engine, routes, positions))
+
+
+def _optimizers(
+    config: Config, place: Place, engine: Engine, routes: list[Route], positions: dict[str, int]
+) -> list[DataParallel]:
+    optim, dp = config.optim, config.dp
+    method: dict[str, Any] = {"weight_decay": optim.weight_decay}
+    if optim.method in ("muon", "signmuon", "signum", "sgd"):
+        method["momentum"] = optim.momentum
+    if optim.method in ("signmuon", "signum", "signsgd", "lion"):
+        method["feedback"] = optim.feedback
+    if optim.method == "signmuon":
+        method |= {"scale": optim.scale, "local_polar": optim.local_polar}
+    made = groups(routes)
+    for group in made:
+        group["positions"] = [positions.get(name, 0) for name in group["names"]]
+    return build_optimizers(
+        made, optim.method, frame_momentum=optim.frame_momentum, aux=dp.aux, transport=dp.transport,
+        ties=dp.ties, seed=config.train.seed, group=place.replica_group, link=Link.parse(dp.link),
+        virtual_workers=dp.replicas if dp.emulate else 1, ledger=engine.ledger, **method,
+    )  # fmt: skip
 
 
 def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
@@ -88,9 +121,9 @@ def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
             _autocast(stage)
     pipe = config.pipeline
     return connect(
-        stages, loss_function(1 / config.tokens_per_step), num_microbatches=pipe.microbatches,
+        stages, loss_function(config.dp.replicas / config.tokens_per_step), num_microbatches=pipe.microbatches,
         shape=config.microbatch_shape, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
-        group=place.group, link=Link.parse(pipe.link),
+        group=place.pipe_group, link=Link.parse(pipe.link),
     )  # fmt: skip
 
 

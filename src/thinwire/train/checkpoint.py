@@ -1,7 +1,8 @@
 """Checkpoints through torch.distributed.checkpoint: safetensors shards, no pickle, a folder complete or absent.
 
     checkpoints/step-00000100/
-        shard-*.safetensors     tensors by layout-free names: `model/...`, `optim/<parameter>/<state>`, `rng/<rank>`
+        shard-*.safetensors     tensors by layout-free names: `model/...`, `optim/<parameter>/<state>`, `rng/<rank>`,
+                                and what is each worker's own: `worker/<replica>/<parameter>/<state>`
         run.json                step, tokens, data position, ledger totals, configuration digest
 
 A checkpoint is written beside and renamed when whole, so a crash while saving never harms the last good one.
@@ -23,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import ConfigError, StorageError
+from thinwire.optim import DataParallel
 from thinwire.pipeline import Stage, Sync
-from thinwire.train.config import Config, flat, from_dict, layout_digest, to_dict
+from thinwire.train.config import Config
 from thinwire.train.place import Place, one_line
+from thinwire.train.stored import flat, from_dict, layout_digest, to_dict
 
 _STATE = "run.json"
 
@@ -43,7 +46,7 @@ def latest(run: Path) -> Path | None:
 
 _STATE_TYPES = {
     "step": int, "tokens": int, "elapsed_s": float, "data": dict, "data_digest": str, "digest": str, "config": dict,
-    "shards": dict,
+    "shards": dict, "replicas": int, "optimizer_steps": int,
 }  # fmt: skip
 
 
@@ -101,9 +104,7 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, data_dige
         raise ConfigError(f"checkpoint {path} is of other text", remedy="resume with the text it was trained on")
 
 
-def tensors(
-    stages: Sequence[Stage], sync: Sync, optimizers: Sequence[torch.optim.Optimizer], place: Place
-) -> dict[str, Tensor]:
+def tensors(stages: Sequence[Stage], sync: Sync, optimizers: Sequence[DataParallel], place: Place) -> dict[str, Tensor]:
     """Everything that must come back, by name; values share memory with the live tensors. Mirrors are left out."""
     mirrors = sync.mirrors()
     result: dict[str, Tensor] = {}
@@ -118,7 +119,11 @@ def tensors(
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
             for key, value in state.items():
-                result[f"optim/{names[owner]}/{key}"] = value
+                if not optimizer.is_worker_state(owner):
+                    result[f"optim/{names[owner]}/{key}"] = value
+                    continue
+                for here, own in enumerate([value] if len(optimizer.workers.here) == 1 else value):
+                    result[f"worker/{optimizer.workers.here[here]}/{names[owner]}/{key}"] = own
     result[f"rng/{place.rank}"] = torch.get_rng_state()
     return result
 
@@ -154,6 +159,25 @@ def save(run: Path, step: int, state: dict[str, Any], values: dict[str, Tensor],
     return final
 
 
+def without_workers(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is not bound to the number of workers."""
+    return {name: value for name, value in values.items() if not name.startswith(("worker/", "rng/"))}
+
+
+def load_mean_of_workers(checkpoint: Path, values: dict[str, Tensor], saved: int, place: Place) -> None:
+    """Fill the workers' own tensors among `values` with the means over those of the `saved` workers."""
+    mine = {name: value for name, value in values.items() if name.startswith("worker/")}
+    sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in mine.items()}
+    for worker in range(saved):
+        names = {name: "/".join(["worker", str(worker), *name.split("/")[2:]]) for name in mine}
+        loaded = {theirs: torch.empty_like(mine[name]) for name, theirs in names.items()}
+        load(checkpoint, loaded, place)
+        for name, theirs in names.items():
+            sums[name] += loaded[theirs]
+    for name, value in mine.items():
+        value.copy_(sums[name] / saved)
+
+
 def _write_shards(folder: Path, values: dict[str, Tensor], place: Place) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -161,12 +185,17 @@ def _write_shards(folder: Path, values: dict[str, Tensor], place: Place) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process: torch warns that it saves without a group
         save_distributed(
-            {name: value.contiguous() for name, value in values.items()},
+            {name: value.contiguous() for name, value in values.items() if _saves(name, place)},
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             process_group=place.group,
             no_dist=place.group is None,
         )
     _barrier(place)
+
+
+def _saves(name: str, place: Place) -> bool:
+    """Replicas hold the same model: the first one saves it, and each what is its own."""
+    return place.replica == 0 or name.startswith(("worker/", "rng/"))
 
 
 def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from thinwire import codecs
 from thinwire.codecs import Codec, Subspace
+from thinwire.collectives import AnyTransport, Ties
 from thinwire.errors import ConfigError
 from thinwire.models import SIZES, LlamaConfig
 from thinwire.optim.build import Decay
+from thinwire.optim.methods import Aux
+from thinwire.optim.signs import Scale
 from thinwire.pipeline.orders import stages_per_rank_of
 from thinwire.wire import id_width
 
@@ -105,11 +105,36 @@ class CodecConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """Muon on hidden matrices, AdamW on the rest, SPEL on frames."""
+class DataParallelConfig:
+    """Replicas of the whole pipeline, each on its share of the batch, and what they tell each other."""
 
+    replicas: int = 1
+    """M, the workers of a vote"""
+    emulate: bool = False
+    """all replicas in the same processes, one after another; bit for bit what processes of their own do"""
+    transport: AnyTransport = "packed"
+    """of votes: packed, gather, sum or auto"""
+    ties: Ties = "zero"
+    """what an even number of workers does where it disagrees: zero, random or owner"""
+    aux: Aux = "adamw"
+    """what trains everything but hidden matrices: adamw (on means in bf16) or vote (one bit)"""
+    link: str = "none"
+    """emulated between replicas, as in 50mbit,20ms"""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """One method on hidden matrices, AdamW (or a vote) on the rest, SPEL on frames."""
+
+    method: Literal["muon", "signmuon", "signum", "signsgd", "lion", "adamw", "sgd"] = "muon"
     lr: float = 0.02
-    """of Muon"""
+    """of the method"""
+    scale: Scale = "none"
+    """of signmuon's steps: none, fan_in, sqrt_mn or rms"""
+    local_polar: bool = False
+    """signmuon: step along the polar factor of the vote"""
+    feedback: bool = False
+    """error feedback, for methods that vote"""
     adamw_ratio: float = 0.5
     """AdamW's rate over lr"""
     frame_ratio: float = 0.1
@@ -158,6 +183,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    dp: DataParallelConfig = field(default_factory=DataParallelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -183,7 +209,18 @@ class Config:
     @property
     def microbatch_shape(self) -> tuple[int, int]:
         """`(B, T)` of one microbatch."""
-        return self.train.batch_size // (self.train.accumulation * self.pipeline.microbatches), self.model.seq_len
+        parts = self.train.accumulation * self.pipeline.microbatches * self.dp.replicas
+        return self.train.batch_size // parts, self.model.seq_len
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Processes of one replica."""
+        return 1 if self.pipeline.emulate or self.pipeline.stages == 1 else self.pipeline.ranks
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the whole run."""
+        return self.pipeline_ranks * (1 if self.dp.emulate else self.dp.replicas)
 
     @property
     def tokens_per_step(self) -> int:
@@ -236,63 +273,3 @@ def _refuse_subspace_options(chosen: CodecConfig) -> None:
             raise ConfigError(
                 f"codec.{name} with the identity codec", "wire_format only", "drop it or set codec.name=mapl"
             )
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """As JSON has it."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return plain
-
-
-def from_dict(plain: dict[str, Any]) -> Config:
-    """The inverse of `to_dict`.
-
-    Raises:
-        ConfigError: fields that this version does not know.
-    """
-    parts: dict[str, Any] = {}
-    kinds: dict[str, Any] = {
-        "model": ModelConfig, "data": DataConfig, "pipeline": PipelineConfig,
-        "codec": CodecConfig, "optim": OptimConfig, "train": TrainConfig,
-    }  # fmt: skip
-    try:
-        for name, value in plain.items():
-            if name in kinds:
-                value = kinds[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
-            parts[name] = value
-        return Config(**parts)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"configuration with unknown fields ({error})", remedy="use the version that wrote it"
-        ) from None
-
-
-def flat(plain: dict[str, Any]) -> dict[str, Any]:
-    """Fields by their dotted names."""
-    result: dict[str, Any] = {}
-    for name, value in plain.items():
-        result |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
-    return result
-
-
-def run_digest(config: Config) -> str:
-    """What all ranks of a run must agree on: everything but the port."""
-    plain = to_dict(config)
-    plain["pipeline"].pop("port")
-    return _digest(plain)
-
-
-def layout_digest(config: Config) -> str:
-    """What must agree for an exact resume: everything but names, intervals, links, ports and the number of steps."""
-    plain = to_dict(config)
-    for name in ("name", "folder", "resume", "overwrite"):
-        plain.pop(name)
-    for name in ("link", "timeout_s", "port"):
-        plain["pipeline"].pop(name)
-    for name in ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "threads"):
-        plain["train"].pop(name)
-    return _digest(plain)
-
-
-def _digest(plain: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=8).hexdigest()

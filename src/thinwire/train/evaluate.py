@@ -20,11 +20,12 @@ class Validation:
 
     def __init__(self, config: Config, data: TokenData, place: Place) -> None:
         self.place = place
-        self.scale = config.tokens_per_step  # the engine's loss is a sum over targets divided by this
+        self.num_replicas = 1 if config.dp.emulate else config.dp.replicas
+        self.scale = config.tokens_per_step / config.dp.replicas  # the engine divides by this
         windows = validation_windows(data.validation, config.model.seq_len, config.data.val_tokens)
         self.num_targets = windows[:, 1:].numel()
         self.num_bytes = int(torch.as_tensor(data.tokenizer.token_bytes)[windows[:, 1:]].sum())
-        rows = config.train.batch_size // config.train.accumulation
+        rows = config.train.batch_size // (config.train.accumulation * config.dp.replicas)
         missing = -len(windows) % rows
         padding = windows[:1].expand(missing, -1)
         self.inputs = torch.cat([windows[:, :-1], padding[:, :-1]]).split(rows)
@@ -33,7 +34,9 @@ class Validation:
     def run(self, engine: Engine) -> dict[str, float]:
         """Return `val_loss` (nats per token), `val_perplexity` and `val_bits_per_byte`, the same on every rank."""
         total = torch.zeros((), dtype=torch.float64)
-        for ids, targets in zip(self.inputs, self.targets, strict=True):
+        for number, (ids, targets) in enumerate(zip(self.inputs, self.targets, strict=True)):
+            if number % self.num_replicas != self.place.replica:
+                continue  # another replica's
             part = engine.evaluate(self._here(ids), self._here(targets))
             total += 0 if part is None else part.double().cpu()
         if self.place.group is not None:

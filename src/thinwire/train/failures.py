@@ -28,8 +28,18 @@ def explain(error: Exception, config: Config, place: Place | None, activity: obj
         cause = cause.__cause__ or cause.__context__
     if place is None or place.group is None or not _is_network(error):
         return error
-    held = [stage for stage, rank in ranks_of_stages(config).items() if rank == place.rank]
-    return PeerError(f"rank {place.rank} (stages {held}) lost a peer at {activity}: {one_line(root(error))}")
+    return PeerError(
+        f"rank {place.rank} ({_held(config, place.rank)}) lost a peer at {activity}: {one_line(root(error))}"
+    )
+
+
+def _held(config: Config, rank: int) -> str:
+    """Which stages, and of which replica, a rank holds."""
+    replica, within = divmod(rank, config.pipeline_ranks)
+    stages = [stage for stage, place in ranks_of_stages(config).items() if place == within]
+    if config.pipeline_ranks == 1:
+        stages = list(range(config.pipeline.stages))
+    return f"stages {stages}" + (f" of replica {replica}" if config.dp.replicas > 1 else "")
 
 
 def _is_network(error: BaseException) -> bool:
@@ -80,11 +90,12 @@ def first_failure(error: Any, config: Config, reports: Path) -> ThinwireError:
             if code == wanted:
                 return SaidError(line, int(code))
     rank, failure = error.get_first_failure()
-    stages = [stage for stage, place in ranks_of_stages(config).items() if place == rank]
     code = failure.exitcode
     died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     heard = "; ".join(line for _, line in said.values())
-    return PeerError(f"rank {rank} (stages {stages}) {died} after {progress(config)}" + (f"; {heard}" if heard else ""))
+    return PeerError(
+        f"rank {rank} ({_held(config, rank)}) {died} after {progress(config)}" + (f"; {heard}" if heard else "")
+    )
 
 
 class SaidError(ThinwireError):

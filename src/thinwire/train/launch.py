@@ -21,9 +21,10 @@ from thinwire.data import validation_windows
 from thinwire.errors import ConfigError, PeerError
 from thinwire.train import checkpoint
 from thinwire.train.build import load_data
-from thinwire.train.config import Config, from_dict, to_dict
+from thinwire.train.config import Config
 from thinwire.train.failures import explain, first_failure, progress, report_errors
 from thinwire.train.place import Place, join, leave, under_launcher
+from thinwire.train.stored import from_dict, to_dict
 from thinwire.train.validate import validate
 
 _WORKER_MODULE = "thinwire.train.loop"  # imported once, by the process from which workers are forked
@@ -63,7 +64,7 @@ def train(config: Config) -> None:
     """
     preflight(config)
     with _run_lock(config):
-        if under_launcher() or config.pipeline.emulate or config.pipeline.stages == 1:
+        if under_launcher() or config.num_processes == 1:
             run_here(config)
         else:
             _start_processes(config)
@@ -175,7 +176,7 @@ def _start_processes(config: Config) -> None:
     multiprocessing.set_forkserver_preload([_WORKER_MODULE])
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as reports:
         launch = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=config.pipeline.ranks, run_id=config.name,
+            min_nodes=1, max_nodes=1, nproc_per_node=config.num_processes, run_id=config.name,
             rdzv_backend="c10d", rdzv_endpoint=f"localhost:{config.pipeline.port}", local_addr="localhost",
             start_method="forkserver", max_restarts=0, monitor_interval=0.1, logs_specs=DefaultLogsSpecs(logs),
         )  # fmt: skip

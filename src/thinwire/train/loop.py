@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from thinwire.link import Link
 from thinwire.optim import clip_gradients, gradient_square_sum, lr_factor, set_lr
 from thinwire.pipeline import frames
 from thinwire.stiefel import orthogonality_error
-from thinwire.train import checkpoint
+from thinwire.train import checkpoint, replicas
 from thinwire.train.build import build
-from thinwire.train.config import Config, layout_digest, run_digest, to_dict
+from thinwire.train.config import Config
 from thinwire.train.evaluate import Validation
 from thinwire.train.metrics import Journal, TrafficMeter, write_atomically
 from thinwire.train.place import Place, agree, gather_json
+from thinwire.train.stored import layout_digest, run_digest, to_dict
 from thinwire.train.summary import routing_table, summarise
 
+_log = logging.getLogger("thinwire")
 _MAX_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
 
 
@@ -61,6 +64,8 @@ class Trainer:
         self._begin()  # may refuse a checkpoint: nothing has been written yet
         self._prepare_folder()
         self.journal.open(self.step, routing_table(self.parts.routes, self.place))
+        net = replicas.network(self.config, self.parts, self.place)
+        self.meter.read()
         evaluation: dict[str, float] = {}
         try:
             while self.step < train.steps:
@@ -73,14 +78,14 @@ class Trainer:
         finally:
             self.journal.close()
         evaluation = evaluation or self.validation.run(self.engine)
-        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation)
+        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation, net)
 
     def _batches(self) -> Any:
         return self.parts.data.batches(self.config.model.seq_len, self.config.train.batch_size, self.config.train.seed)
 
     def _agree_on_the_run(self) -> None:
         facts = {"version": __version__, "configuration": run_digest(self.config), "text": self.parts.data.digest}
-        if Link.parse(self.config.pipeline.link) is not None:
+        if any(Link.parse(link) is not None for link in (self.config.pipeline.link, self.config.dp.link)):
             facts["machine (links are emulated inside one only)"] = socket.gethostname()
         agree(facts, self.place)
 
@@ -99,7 +104,13 @@ class Trainer:
 
     def _process(self) -> dict[str, Any]:
         stages = [stage.index for stage in self.parts.stages]
-        return {"rank": self.place.rank, "stages": stages, "pid": os.getpid(), "host": socket.gethostname()}
+        return {
+            "rank": self.place.rank,
+            "replica": self.place.replica,
+            "stages": stages,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
 
     def _begin(self) -> None:
         """Resume, or initialise the frames from the first batch; either way every mirror gets its owner's value."""
@@ -109,17 +120,32 @@ class Trainer:
             self.engine.start(first[:, :-1].contiguous().to(self.place.device))
         else:
             self._resume(newest)
+        self._equalise()
         self.meter.read()
 
     def _resume(self, path: Path) -> None:
         state = checkpoint.read_state(path)
         checkpoint.check_resumable(path, state, self.config, self.parts.data.digest)
         values = self._tensors()
+        if state["replicas"] != self.config.dp.replicas:
+            values = checkpoint.without_workers(values)
         checkpoint.load(path, values, self.place)
-        torch.set_rng_state(values[f"rng/{self.place.rank}"])
+        if state["replicas"] != self.config.dp.replicas:
+            self._take_over(path, state["replicas"])
+        else:
+            torch.set_rng_state(values[f"rng/{self.place.rank}"])
+        for optimizer in self.parts.optimizers:
+            for group in optimizer.param_groups:
+                group["steps"] = state["optimizer_steps"]
         self.batches.load_state_dict(state["data"])
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self.engine.sync.publish(everything=True)
+
+    def _equalise(self) -> None:
+        """Every replica starts with the first one's values: what machines compute alike may differ in the last bits."""
+        if self.place.replica_group is not None:
+            for tensor in [*self.parameters, *(b for stage in self.parts.stages for b in stage.buffers())]:
+                dist.broadcast(tensor.detach(), group=self.place.replica_group, group_src=0)
 
     # --- a step ------------------------------------------------------------------------------------------------
 
@@ -129,14 +155,12 @@ class Trainer:
         seconds: dict[str, float] = {"sync_s": 0.0}
         began = time.perf_counter()
         batch: Tensor = self._timed(seconds, "data_s", "reading data", self.batches.next).to(self.place.device)
-        loss = torch.zeros((), device=self.place.device)
-        for chunk in batch.chunk(config.train.accumulation):
-            part = self.engine.step(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
-            loss = loss if part is None else loss + part
-        self._timed(seconds, "sync_s", "bringing shared gradients together", self.engine.sync.collect)
-        total, norm = self._agree(loss)
+        shares = batch.chunk(config.dp.replicas)
+        all_replicas = [one for share in self._mine(shares) for one in self._gradients(share, seconds)]
+        total = sum(loss for loss, _ in all_replicas) / len(all_replicas)
+        norm = sum(norm for _, norm in all_replicas) / len(all_replicas)
         factor = lr_factor(self.step, config.train.steps, warmup=config.optim.warmup_steps, decay=config.optim.decay)
-        self._timed(seconds, "optimizer_s", "the optimizer's step", lambda: self._update(total, norm, factor))
+        self._timed(seconds, "optimizer_s", "the optimizer's step", lambda: self._update(all_replicas, factor))
         self._timed(seconds, "sync_s", "sending shared tensors", self.engine.sync.publish)
         self.step += 1
         seconds["step_s"] = time.perf_counter() - began
@@ -147,28 +171,52 @@ class Trainer:
         }  # fmt: skip
         self.journal.step(self.meter.read() | seconds | self._compute_seconds() | self._orthogonality(), record)
 
-    def _agree(self, loss: Tensor) -> tuple[float, float]:
-        """One sum over the stages gives every rank the loss and the norm of the whole model's gradient."""
-        sums = torch.stack([loss.double().cpu(), gradient_square_sum(self.parameters)]).to(self.place.device)
+    def _mine(self, shares: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The shares of the batch that this process computes: its replica's, or all of them one after another."""
+        return shares if self.config.dp.emulate else [shares[self.place.replica]]
+
+    def _gradients(self, share: Tensor, seconds: dict[str, float]) -> list[tuple[float, float]]:
+        """Compute one replica's gradients here; returns loss and gradient norm of the replicas computed meanwhile."""
+        loss = torch.zeros((), device=self.place.device)
+        for chunk in share.chunk(self.config.train.accumulation):
+            part = self.engine.step(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
+            loss = loss if part is None else loss + part
+        self._timed(seconds, "sync_s", "bringing shared gradients together", self.engine.sync.collect)
+        computed = self._agree(loss)
+        own_loss, own_norm = computed[self.place.replica]
+        if math.isfinite(own_loss) and math.isfinite(own_norm):
+            if self.config.optim.grad_clip:
+                clip_gradients(self.parameters, own_norm, self.config.optim.grad_clip)
+        else:  # on all stages of the replica alike
+            for optimizer in self.parts.optimizers:
+                optimizer.abstain()
+        if self.config.dp.emulate:
+            for optimizer in self.parts.optimizers:
+                optimizer.next_worker()
+        return computed
+
+    def _agree(self, loss: Tensor) -> list[tuple[float, float]]:
+        """Every rank learns each replica's loss and the norm of the whole model's gradient there."""
+        mine = torch.stack([loss.double().cpu(), gradient_square_sum(self.parameters)]).to(self.place.device)
+        ranks = [mine]
         if self.place.group is not None:
             self.engine.activity.set("adding up the loss", None, None)
-            dist.all_reduce(sums, group=self.place.group)
-        return float(sums[0]), math.sqrt(float(sums[1]))
+            ranks = [torch.empty_like(mine) for _ in range(self.place.world)]
+            dist.all_gather(ranks, mine, group=self.place.group)
+        sums = torch.stack(ranks).view(-1, self.config.pipeline_ranks, 2).sum(1)
+        return [(loss, math.sqrt(square)) for loss, square in sums.tolist()]
 
-    def _update(self, loss: float, norm: float, factor: float) -> None:
-        """Step, or skip on every rank alike where loss or gradient is not finite: no state is touched then."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.skipped = 0
-            if self.config.optim.grad_clip:
-                clip_gradients(self.parameters, norm, self.config.optim.grad_clip)
-            set_lr(self.parts.optimizers, factor)
-            for optimizer in self.parts.optimizers:
-                optimizer.step()
-        else:
-            self.skipped += 1
+    def _update(self, computed: Sequence[tuple[float, float]], factor: float) -> None:
+        """Step; where no replica's loss and gradient are finite all of them abstain, and no state is touched."""
+        finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in computed]
+        self.skipped = 0 if any(finite) else self.skipped + 1
+        set_lr(self.parts.optimizers, factor)
+        for optimizer in self.parts.optimizers:
+            optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
         if self.skipped == _MAX_SKIPPED:
+            loss, norm = computed[0]
             raise ConfigError(
                 f"loss {loss} and gradient norm {norm} for {_MAX_SKIPPED} steps in a row", "finite ones",
                 f"lower optim.lr (now {self.config.optim.lr}) or warm up for longer",
@@ -187,7 +235,11 @@ class Trainer:
         waited_s = sum(port.waited_s for port in ports)
         for port in ports:
             port.waited_s = 0.0
-        return {"forward_s": activity.take("F"), "backward_s": activity.take("BIW"), "link_wait_s": waited_s}
+        vote_s = sum(optimizer.workers.waited_s for optimizer in self.parts.optimizers)
+        for optimizer in self.parts.optimizers:
+            optimizer.workers.waited_s = 0.0
+        compute = {"forward_s": activity.take("F"), "backward_s": activity.take("BIW")}
+        return {**compute, "link_wait_s": waited_s, "vote_s": vote_s}
 
     def _orthogonality(self) -> dict[str, float]:
         errors = [orthogonality_error(frame) for frame in frames(self.parts.stages).values()]
@@ -206,12 +258,22 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         return checkpoint.tensors(self.parts.stages, self.engine.sync, self.parts.optimizers, self.place)
 
+    def _take_over(self, path: Path, saved: int) -> None:
+        """The rule for another number of replicas: every worker starts with the mean of the saved workers' state."""
+        checkpoint.load_mean_of_workers(path, self._tensors(), saved, self.place)
+        if self.place.is_main:
+            _log.warning(
+                "checkpoint of %d replicas, now %d: each starts with the mean of the saved momenta and feedback",
+                saved, self.config.dp.replicas,
+            )  # fmt: skip
+
     def _save(self) -> None:
         self.journal.flush()
         self.engine.activity.set("saving a checkpoint", None, None)
         state = {
             "step": self.step, "tokens": self.step * self.config.tokens_per_step, "elapsed_s": self.elapsed_s,
             "data": self.batches.state_dict(), "data_digest": self.parts.data.digest,
+            "replicas": self.config.dp.replicas, "optimizer_steps": self.parts.optimizers[0].param_groups[0]["steps"],
             "digest": layout_digest(self.config), "config": to_dict(self.config),
         }  # fmt: skip
         keep = self.config.train.keep_checkpoints

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.train.place import Place
-from thinwire.wire import Direction, Ledger
+from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
 _SYNC_KINDS = ("frame", "frame_gradient", "anchors", "anchors_gradient", "tied", "tied_gradient")
 SUMMED = ("wire_bytes_fwd", "wire_bytes_bwd", "wire_bytes_dp", "wire_bytes_sync", "sync_bytes_fwd", "sync_bytes_bwd")
-MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s")
+MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s", "vote_s")
 LARGEST = ("orthogonality_error", "step_s")
 _LINE_EVERY_S = 10.0  # between progress lines where there is no terminal
 KEYS = (*SUMMED, *MEANED, *LARGEST)
@@ -39,7 +39,7 @@ class TrafficMeter:
         return {
             "wire_bytes_fwd": self.ledger.total(kind="activation"),
             "wire_bytes_bwd": self.ledger.total(kind="gradient"),
-            "wire_bytes_dp": 0,
+            "wire_bytes_dp": self.ledger.total(boundary=DATA_PARALLEL),
             "wire_bytes_sync": sync[fwd] + sync[bwd],
             "sync_bytes_fwd": sync[fwd],
             "sync_bytes_bwd": sync[bwd],
@@ -127,7 +127,7 @@ class Progress:
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a step."""
-        sent = record["wire_bytes_fwd"] + record["wire_bytes_bwd"] + record["wire_bytes_sync"]
+        sent = sum(record[f"wire_bytes_{kind}"] for kind in ("fwd", "bwd", "sync", "dp"))
         per_token = sent * record["step"] / max(1, record["tokens"])
         numbers = (
             f"loss {record['loss']:.3f}  {record['tokens_per_s']:.0f} tokens/s  {per_token:.0f} bytes/token in all"

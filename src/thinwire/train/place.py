@@ -18,12 +18,21 @@ from thinwire.train.config import Config
 
 @dataclass(frozen=True)
 class Place:
-    """`group` is the pipeline's (axis `pp` of the mesh); None in one process."""
+    """`group` are all processes of the run; None for one process alone.
+
+    `pipe_rank` counts within this process's pipeline, whose group is `pipe_group` (axis `pp` of the mesh, None for one
+    process); `replica` says which pipeline it is, `replica_group` (axis `dp`) are the processes that hold the same
+    stages in all of them.
+    """
 
     rank: int
     world: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    pipe_rank: int = 0
+    pipe_group: dist.ProcessGroup | None = None
+    replica: int = 0
+    replica_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -48,15 +57,17 @@ def join(config: Config) -> Place:
         world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     except ValueError as error:
         raise ConfigError(f"RANK or WORLD_SIZE in the environment ({error})", "what a launcher sets") from None
-    if config.pipeline.emulate or config.pipeline.stages == 1:
+    wanted, depth = config.num_processes, config.pipeline_ranks
+    if wanted == 1:
         if world > 1:
             raise ConfigError(f"{world} processes for a run in one process", "1", "start it without torchrun")
         return Place(0, 1, _device(0))
-    if world != config.pipeline.ranks:
+    if world != wanted:
         raise ConfigError(
-            f"{world} processes for {config.pipeline.stages} stages with {config.pipeline.per_rank} per process",
-            f"{config.pipeline.ranks} processes",
-            f"start torchrun with --nproc-per-node so that nodes x processes = {config.pipeline.ranks}",
+            f"{world} processes for {config.pipeline.stages} stages with {config.pipeline.per_rank} per process"
+            + (f" in {config.dp.replicas} replicas" if config.dp.replicas > 1 else ""),
+            f"{wanted} processes",
+            f"start torchrun with --nproc-per-node so that nodes x processes = {wanted}",
         )
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
@@ -66,8 +77,11 @@ def join(config: Config) -> Place:
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerError(f"rank {rank} cannot meet the others at {address}: {one_line(error)}") from error
-    mesh = init_device_mesh(device.type, (1, world), mesh_dim_names=("dp", "pp"))
-    return Place(rank, world, device, mesh["pp"].get_group())
+    mesh = init_device_mesh(device.type, (world // depth, depth), mesh_dim_names=("dp", "pp"))
+    return Place(
+        rank, world, device, dist.group.WORLD, rank % depth, mesh["pp"].get_group() if depth > 1 else None,
+        rank // depth, mesh["dp"].get_group() if world > depth else None,
+    )  # fmt: skip
 
 
 def gather_json(value: Any, place: Place) -> list[Any]:

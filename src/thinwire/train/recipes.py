@@ -7,14 +7,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from thinwire.errors import ConfigError
-from thinwire.train.config import CodecConfig, Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from thinwire.train.config import (
+    CodecConfig,
+    Config,
+    DataConfig,
+    DataParallelConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 _RECIPES: dict[str, Callable[[], Config]] = {}
 
 
 def recipe(function: Callable[[], Config]) -> Callable[[], Config]:
     """Register a recipe under its name, with dashes."""
-    _RECIPES[function.__name__.replace("_", "-")] = function
+    _RECIPES[function.__name__.replace("two_d", "2d").replace("_", "-")] = function
     return function
 
 
@@ -80,6 +89,42 @@ def llama_10m_mapl() -> Config:
         codec=CodecConfig(name="mapl", factor=8, anchor_rank=32),
         train=TrainConfig(steps=2000, batch_size=64, eval_every=200, checkpoint_every=500),
         optim=OptimConfig(warmup_steps=100),
+    )
+
+
+@recipe
+def signmuon_llama() -> Config:
+    """10M parameters, four replicas that vote on the signs of their orthogonalised momenta; no pipeline."""
+    return Config(
+        model=ModelConfig(size="10m", seq_len=256),
+        pipeline=PipelineConfig(stages=1, microbatches=1),
+        dp=DataParallelConfig(replicas=4, ties="random"),
+        optim=OptimConfig(method="signmuon", lr=1e-3, adamw_ratio=5.0, warmup_steps=100, decay="cosine"),
+        train=TrainConfig(steps=1500, batch_size=64, eval_every=250, checkpoint_every=500),
+    )
+
+
+@recipe
+def two_d_llama() -> Config:
+    """3M parameters, four stages x two replicas: MAPL between the stages, one-bit votes between the replicas."""
+    return Config(
+        model=ModelConfig(size="tiny", seq_len=128, vocab_size=2048),
+        pipeline=PipelineConfig(stages=4, microbatches=8, link="50mbit,20ms"),
+        dp=DataParallelConfig(replicas=2, ties="random", aux="vote", link="50mbit,20ms"),
+        codec=CodecConfig(name="mapl", factor=8, anchor_rank=16),
+        optim=OptimConfig(method="signmuon", lr=1e-3, adamw_ratio=10.0, frame_ratio=2.0, warmup_steps=20),
+        train=TrainConfig(steps=300, batch_size=32, eval_every=50),
+    )
+
+
+@recipe
+def two_d_llama_uncompressed() -> Config:
+    """The same with neither compressor: bf16 activations, and Muon on averaged gradients."""
+    return replace(
+        two_d_llama(),
+        codec=CodecConfig(),
+        dp=DataParallelConfig(replicas=2, link="50mbit,20ms"),
+        optim=OptimConfig(lr=0.02, warmup_steps=20),
     )
 
 

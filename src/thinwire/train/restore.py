@@ -16,9 +16,10 @@ from thinwire.errors import ConfigError
 from thinwire.pipeline import Twin
 from thinwire.train import checkpoint
 from thinwire.train.build import build_engine, build_stages, load_data
-from thinwire.train.config import Config, from_dict
+from thinwire.train.config import Config
 from thinwire.train.evaluate import Validation
 from thinwire.train.place import Place, join
+from thinwire.train.stored import from_dict
 from thinwire.train.validate import validate
 
 
@@ -29,13 +30,14 @@ def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
         ConfigError: no run there, no checkpoint yet, or one that does not fit or is damaged.
     """
     config = replace(read_config(run), folder=str(run.parent), name=run.name)
-    config = replace(config, pipeline=replace(config.pipeline, emulate=True, port=0))
+    alone = replace(config.pipeline, emulate=True, port=0)
+    config = replace(config, pipeline=alone, dp=replace(config.dp, emulate=True, link="none"))
     validate(config)
     newest = checkpoint.latest(run)
     if newest is None:
         raise ConfigError(f"run {run} has no checkpoint", remedy="let it train to its first one")
     place = join(config)
-    stages = build_stages(config, place)
+    stages, _ = build_stages(config, place)
     engine = build_engine(config, place, stages)
     assert isinstance(engine, Twin)
     values = checkpoint.tensors(stages, engine.sync, (), place)

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from thinwire import __version__
+from thinwire.collectives.cost import AlphaBeta
 from thinwire.link import Link
 from thinwire.optim import Route, describe
 from thinwire.pipeline.orders import Action, schedule_actions
 from thinwire.plan import simulate
+from thinwire.train import replicas
 from thinwire.train.build import Parts, ranks_of_stages
 from thinwire.train.config import Config
 from thinwire.train.metrics import MEANED, SUMMED, write_atomically
@@ -30,10 +32,15 @@ _SETTLING_STEPS = 2  # the first steps open connections and fill caches; medians
 
 
 def summarise(
-    config: Config, place: Place, parts: Parts, records: Sequence[dict[str, Any]], evaluation: dict[str, float]
+    config: Config,
+    place: Place,
+    parts: Parts,
+    records: Sequence[dict[str, Any]],
+    evaluation: dict[str, float],
+    net: AlphaBeta | None = None,
 ) -> dict[str, Any]:
     """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
-    stages = _gather(_stage_accounts(config, parts), place)
+    stages = _gather(_stage_accounts(config, parts) if place.replica == 0 else [], place)
     if not place.is_main:
         return {}
     records = [record for record in records if record.keys() >= {"step_s", *SUMMED, *MEANED}]  # of this version
@@ -42,6 +49,7 @@ def summarise(
         **evaluation,
         "params": sum(stage["params"] for stage in stages),
         **_traffic(config, records),
+        **replicas.account(config, parts, steady, net, sum(stage["params"] for stage in stages)),
         "median_step_s": median(record["step_s"] for record in steady),
         "predicted_step_s": predicted_step_s(config, stages, steady),
         "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
@@ -93,7 +101,8 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
     rest_s: float = median(record["optimizer_s"] + record["data_s"] for record in records)
     if link is not None:
         rest_s += 2 * _exchange_s(config, link, max(stage["frame_bytes"] for stage in stages))
-    return config.train.accumulation * timeline.step_s + rest_s
+    copies = config.dp.replicas if config.dp.emulate else 1
+    return copies * config.train.accumulation * timeline.step_s + rest_s
 
 
 def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
@@ -106,7 +115,7 @@ def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
 
 def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
     """The start-up table `parameter | shape | rule | lr` of the whole pipeline, as lines."""
-    rows = _gather(describe(routes), place)
+    rows = _gather(describe(routes) if place.replica == 0 else [], place)
     if not place.is_main:
         return []
     width = max(len(row["parameter"]) for row in rows)
@@ -121,7 +130,7 @@ def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, flo
     ranks = ranks_of_stages(config)
     boundaries = sum(ranks[p] != ranks[p + 1] for p in range(len(ranks) - 1))
     tokens = boundaries * len(records) * config.tokens_per_step
-    result: dict[str, float | None] = {"compression_factor_dp": None, "bytes_per_token_sync": 0.0}
+    result: dict[str, float | None] = {"bytes_per_token_sync": 0.0}
     for way in ("fwd", "bwd"):
         sync = sum(record[f"sync_bytes_{way}"] for record in records)
         sent = sum(record[f"wire_bytes_{way}"] for record in records) + sync

@@ -8,10 +8,12 @@ import torch
 
 from thinwire import codecs
 from thinwire.codecs.formats import FORMATS
+from thinwire.collectives import number
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.models import Llama
 from thinwire.optim.build import DECAYS
+from thinwire.optim.methods import METHODS, VOTING
 from thinwire.optim.spel import MAX_FRAME_LR
 from thinwire.pipeline.orders import SCHEDULES, check_schedule
 from thinwire.pipeline.split import layer_counts
@@ -32,17 +34,18 @@ def validate(config: Config) -> None:
         ("train.checkpoint_every", train.checkpoint_every, 0), ("model.seq_len", config.model.seq_len, 1),
         ("pipeline.stages", pipe.stages, 1), ("pipeline.microbatches", pipe.microbatches, 1),
         ("data.val_tokens", config.data.val_tokens, 1), ("optim.warmup_steps", config.optim.warmup_steps, 0),
-        ("train.seed", train.seed, 0), ("pipeline.stages_per_rank", pipe.stages_per_rank, 0),
+        ("train.seed", train.seed, 0), ("dp.replicas", config.dp.replicas, 1),
+        ("pipeline.stages_per_rank", pipe.stages_per_rank, 0),
         ("codec.rank", config.codec.rank, 0), ("codec.anchor_rank", config.codec.anchor_rank, 0),
     ):  # fmt: skip
         if value < least:
             raise ConfigError(f"{name}={value}", f"{least} or more")
     _validate_rates(config)
-    chunks = train.accumulation * pipe.microbatches
+    chunks = train.accumulation * pipe.microbatches * config.dp.replicas
     if train.batch_size % chunks:
         raise ConfigError(
             f"train.batch_size={train.batch_size} in {train.accumulation} accumulation steps of "
-            f"{pipe.microbatches} microbatches",
+            f"{pipe.microbatches} microbatches" + f" for {config.dp.replicas} replicas" * (config.dp.replicas > 1),
             f"a multiple of {chunks}",
         )
     _validate_names(config)
@@ -82,6 +85,9 @@ def _validate_names(config: Config) -> None:
         raise ConfigError(f"codec.name={config.codec.name!r}", ", ".join(codecs.names()))
     if config.codec.wire_format not in FORMATS:
         raise ConfigError(f"codec.wire_format={config.codec.wire_format!r}", ", ".join(FORMATS))
+    if config.optim.method not in METHODS:
+        raise ConfigError(f"optim.method={config.optim.method!r}", ", ".join(METHODS))
+    number(config.dp.transport, config.dp.ties)
     if config.optim.decay not in DECAYS:
         raise ConfigError(f"optim.decay={config.optim.decay!r}", ", ".join(DECAYS))
     printable = config.name.isprintable() and len(config.name.encode()) <= _MAX_NAME_BYTES
@@ -102,6 +108,7 @@ def _refuse_settings_without_effect(config: Config) -> None:
     frames_learn = codec.name in ("mapl", "free")
     ignored = {
         "pipeline.stages_per_rank": pipe.stages_per_rank not in (0, pipe.per_rank),
+        **_ignored_by_method(config),
         "codec.name": pipe.stages == 1 and codec.name != "identity",
         "codec.wire_format": pipe.stages == 1 and codec.wire_format != default.codec.wire_format,
         "pipeline.link": pipe.stages == 1 and pipe.link != default.pipeline.link,
@@ -114,9 +121,25 @@ def _refuse_settings_without_effect(config: Config) -> None:
     for name, without_effect in ignored.items():
         if without_effect:
             raise ConfigError(
-                f"{name}, which has no effect with {codec.name}, {pipe.schedule} and {pipe.stages} stages",
+                f"{name}, which has no effect with {config.optim.method}, {codec.name}, {pipe.schedule}, "
+                f"{pipe.stages} stages and {config.dp.replicas} replicas",
                 remedy="leave it out",
             )
+
+
+def _ignored_by_method(config: Config) -> dict[str, bool]:
+    optim, dp, default = config.optim, config.dp, Config()
+    votes = optim.method in VOTING
+    return {
+        "optim.momentum": optim.method in ("signsgd", "lion", "adamw") and optim.momentum != default.optim.momentum,
+        "optim.scale": optim.method != "signmuon" and optim.scale != default.optim.scale,
+        "optim.local_polar": optim.method != "signmuon" and optim.local_polar,
+        "optim.feedback": not votes and optim.feedback,
+        "dp.ties": not votes and dp.aux != "vote" and dp.ties != default.dp.ties,
+        "dp.transport": not votes and dp.aux != "vote" and dp.transport != default.dp.transport,
+        "dp.emulate": dp.replicas == 1 and dp.emulate and not config.pipeline.emulate,
+        "dp.link": (dp.replicas == 1 or dp.emulate) and dp.link != default.dp.link,
+    }
 
 
 def _validate_pipeline(config: Config) -> None:
@@ -132,3 +155,4 @@ def _validate_pipeline(config: Config) -> None:
         check_schedule(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
         config.make_codec().num_coordinates(llama.dim)
     Link.parse(pipe.link)
+    Link.parse(config.dp.link)
