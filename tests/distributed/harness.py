@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -15,8 +15,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.harness", "thinwire.train.loop"])
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 120.0, dying: Collection[int] = ()
+) -> list[Any]:
     """Run `function(rank, *arguments)` in `world` processes that form a gloo group; returns what each returned.
+
+    Ranks in `dying` are to die, and return None.
 
     Raises:
         AssertionError: a rank raised (with its traceback), died, or the deadline passed. No process is left behind.
@@ -27,14 +31,14 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, deadlin
         for rank in range(world):
             reader, writer = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_main, args=(rank, world, f"{folder}/rendezvous", writer, function, arguments)
+                target=_main, args=(rank, world, f"{folder}/rendezvous", writer, function, arguments, not dying)
             )
             process.start()
             writer.close()
             readers.append(reader)
             processes.append(process)
         try:
-            results = _collect(readers, time.monotonic() + deadline_s)
+            results = _collect(readers, time.monotonic() + deadline_s, dying)
             for process in processes:
                 process.join(10)
             return results
@@ -44,7 +48,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, deadlin
                 process.join()
 
 
-def _collect(readers: list[Connection], until: float) -> list[Any]:
+def _collect(readers: list[Connection], until: float, dying: Collection[int]) -> list[Any]:
     results: list[Any] = [None] * len(readers)
     missing = dict(enumerate(readers))
     while missing:
@@ -54,13 +58,21 @@ def _collect(readers: list[Connection], until: float) -> list[Any]:
             try:
                 good, results[rank] = missing.pop(rank).recv()
             except EOFError:
-                raise AssertionError(f"rank {rank} died") from None
+                assert rank in dying, f"rank {rank} died"
+                continue
+            assert rank not in dying, f"rank {rank} survived"
             assert good, f"rank {rank}:\n{results[rank]}"
     return results
 
 
 def _main(
-    rank: int, world: int, rendezvous: str, writer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world: int,
+    rendezvous: str,
+    writer: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    all_live: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -74,5 +86,7 @@ def _main(
     except BaseException:
         writer.send((False, traceback.format_exc()))
     writer.close()
+    if not all_live:
+        return
     dist.barrier()  # nobody closes a connection that another still reads from
     dist.destroy_process_group()

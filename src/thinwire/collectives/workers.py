@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
 T = TypeVar("T")
 _ANSWER_S = 3.0  # how long a survivor waits for the others to say that they live
+_SLICE = timedelta(seconds=1)  # between two looks at whether somebody else has raised the alarm
 
 
 @dataclass
@@ -216,11 +218,26 @@ class Workers:
         """
         began_s = time.monotonic()
         try:
-            sent.work.wait()
+            self._wait(sent.work)
         except RuntimeError as error:
             raise self.failure(error, sent.what) from error
         wait_until(sent.arrives_s)
         self.waited_s += time.monotonic() - began_s
+
+    def _wait(self, work: Any) -> None:
+        """Wait in slices: who waits for a survivor, not for the dead worker, gets no error of its own for minutes."""
+        if dist.get_backend(self.group) != "gloo":
+            work.wait()
+            return
+        while not work.is_completed():
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if _is_set(self.group, "alarm"):
+                    raise RuntimeError("another worker has lost one") from None
+        work.wait()  # raises what went wrong
 
     def failure(self, error: RuntimeError, kind: str) -> Exception:
         """What to raise for an error of torch.distributed: names the workers that no longer answer."""
@@ -265,19 +282,24 @@ def _octets(tensor: Tensor) -> Tensor:
 
 
 def _missing(workers: Workers) -> list[int]:
-    """Workers that do not answer over the rendezvous store within a few seconds."""
-    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()  # torch has no public name for it
-    if store is None:
-        return []
-    ranks = dist.get_process_group_ranks(workers.group)
-    mine = ranks[workers.here[0]]
+    """Raise the alarm, and return the workers that do not answer it over the group's store within a few seconds."""
+    group, until = workers.group, time.monotonic() + _ANSWER_S
     try:
-        store.set(f"thinwire/survivor/{mine}", "here")
-        until = time.monotonic() + _ANSWER_S
-        silent = [rank for rank in ranks if not store.check([f"thinwire/survivor/{rank}"])]
-        while silent and time.monotonic() < until:
-            time.sleep(0.05)
-            silent = [rank for rank in silent if not store.check([f"thinwire/survivor/{rank}"])]
-    except (RuntimeError, dist.DistError):
-        return []
-    return [ranks.index(rank) for rank in silent]
+        for key in ("alarm", str(workers.here[0])):
+            group.get_group_store().set(f"thinwire/{key}", "")  # type: ignore[union-attr]
+    except RuntimeError:
+        return []  # the store has died, with its process
+    silent = list(range(workers.size))
+    while silent := [worker for worker in silent if not _is_set(group, str(worker))]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return silent
+
+
+def _is_set(group: Any, key: str) -> bool:
+    """Whether a worker of the group has left this key in the group's store."""
+    try:
+        return bool(group.get_group_store().check([f"thinwire/{key}"]))
+    except RuntimeError:
+        return False

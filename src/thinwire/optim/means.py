@@ -92,14 +92,14 @@ class AdamWRule(_Averaged):
         check_rates("AdamW", lr=group["lr"], beta1=beta1, beta2=beta2, **{self.decay: group[self.decay]})
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
-        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+        return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros_like(p), "exp_avg_sq": zeros_like(p)}
 
     def apply(self, slots: Sequence[Slot], decided: Sequence[Tensor], group: Group, sizes: Sequence[Tensor]) -> None:
         beta1, beta2 = group["betas"]
+        weights = [slot.parameter.to(slot.state["exp_avg"].dtype) for slot in slots]  # eps would be 0 in float16
         adamw(
-            [slot.parameter for slot in slots],
-            [g.to(slot.parameter.dtype) for g, slot in zip(decided, slots, strict=True)],
+            weights,
+            [g.to(weight.dtype) for g, weight in zip(decided, weights, strict=True)],
             [slot.state["exp_avg"] for slot in slots],
             [slot.state["exp_avg_sq"] for slot in slots],
             [],
@@ -107,6 +107,9 @@ class AdamWRule(_Averaged):
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group[self.decay],
             eps=group["eps"], maximize=False,
         )  # fmt: skip
+        for slot, weight in zip(slots, weights, strict=True):
+            if weight is not slot.parameter:
+                slot.parameter.copy_(weight)
 
 
 class SgdRule(_Averaged):

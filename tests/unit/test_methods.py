@@ -1,0 +1,256 @@
+"""What every optimizer must and must not do, whatever its rule."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.optim import METHODS, DataParallel, SignMuon, build_optimizers, param_groups
+
+LR = 0.01
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in METHODS},
+    "signmuon-feedback": ("signmuon", {"feedback": True, "local_polar": True}),
+    "signum-feedback": ("signum", {"feedback": True}),
+    "signmuon-vote": ("signmuon", {"aux": "vote"}),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+class Small(nn.Module):
+    """A table, a fused projection, filters, a norm, a bias, and a weight that nothing uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6, dtype=dtype)
+        self.fused = nn.Linear(6, 8, dtype=dtype)
+        self.filters = nn.Parameter(torch.randn(3, 2, 2, 2).to(dtype))
+        self.norm = nn.Parameter(torch.ones(8, dtype=dtype))
+        self.idle = nn.Linear(5, 5, dtype=dtype)
+
+    def fused_splits(self) -> dict[str, Sequence[int]]:
+        return {"fused.weight": (5, 3)}
+
+    def fill(self, seed: int) -> None:
+        """Give everything a gradient but what is idle; rows of the table are zero."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if "idle" not in name:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                if "table" in name:
+                    p.grad[1:4] = 0
+
+
+def made(case: str, model: nn.Module, rate: float = LR, **more: Any) -> DataParallel:
+    name, options = CASES[case]
+    (optimizer,) = build_optimizers(param_groups(model, rate), name, **options, **more)
+    return optimizer
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def run(model: Small, optimizer: DataParallel, start: int, stop: int) -> None:
+    """Steps of all virtual workers, every one with gradients of its own."""
+    for step in range(start, stop):
+        for worker in optimizer.workers.here:
+            model.fill(100 * step + worker)
+            optimizer.next_worker()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_read_only_and_everything_with_one_moves(case: str, dtype: torch.dtype) -> None:
+    model = Small(dtype)
+    model.fill(0)
+    before = values(model)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    made(case, model, rate=0.1).step()
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        if "idle" in name:
+            assert torch.equal(p, old) and p.grad is None, name
+        else:
+            assert torch.equal(p.grad, gradients[name]) and not torch.equal(p, old) and p.isfinite().all(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_has_no_gradient_neither_moves_nor_decays(case: str) -> None:
+    model = Small()
+    before = values(model.idle)
+    decay = {"aux_decay": 0.5} if case not in ("adamw", "sgd") else {}
+    optimizer = made(case, model, **({"weight_decay": 0.5} | decay))
+    run(model, optimizer, 0, 3)
+    assert equal(values(model.idle), before)
+    assert not any(value.any() for p in model.idle.parameters() for value in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rate_of_zero_moves_nothing(case: str) -> None:
+    model = Small()
+    before = values(model)
+    optimizer = made(case, model, weight_decay=0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    run(model, optimizer, 0, 2)
+    assert equal(values(model), before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_zero_gradient_moves_nothing(case: str) -> None:
+    model = Small()
+    before = values(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    made(case, model).step()
+    assert equal(values(model), before)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_loaded_state_continues_bit_by_bit(case: str, dtype: torch.dtype, workers: int) -> None:
+    model = Small(dtype)
+    optimizer = made(case, model, virtual_workers=workers, ties="random")
+    run(model, optimizer, 0, 2)
+    twin = copy.deepcopy(model)
+    resumed = made(case, twin, virtual_workers=workers, ties="random")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(model, optimizer, 2, 4)
+    run(twin, resumed, 2, 4)
+    assert equal(values(twin), values(model))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        mine, loaded = optimizer.state[p], resumed.state[q]
+        assert mine.keys() == loaded.keys() and equal(list(mine.values()), list(loaded.values()))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (3, 1), (3, 2)])
+def test_another_number_of_workers_starts_with_the_mean(
+    saved: int, loaded: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Small()
+    before = made("signmuon-feedback", model, virtual_workers=saved)
+    run(model, before, 0, 3)
+    after = made("signmuon-feedback", model, virtual_workers=loaded)
+    with caplog.at_level(logging.WARNING, logger="thinwire"):
+        after.load_state_dict(before.state_dict())
+    assert "another number of workers: every worker starts with the mean" in caplog.text
+    for p in (model.fused.weight, model.filters):
+        for name in ("momentum", "feedback"):
+            mean = torch.stack([before.worker_state(p, j)[name] for j in range(saved)]).mean(0)
+            for here in range(loaded):
+                assert torch.equal(after.worker_state(p, here)[name], mean)
+    run(model, after, 3, 4)
+
+
+def test_the_same_number_of_workers_is_loaded_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    model = Small()
+    optimizer = made("signmuon", model, virtual_workers=2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not caplog.text
+
+
+def test_a_state_of_other_options_is_refused() -> None:
+    model = Small()
+    with pytest.raises(ConfigError, match=r"'feedback'.*use the options it was saved with"):
+        made("signmuon", model).load_state_dict(made("signmuon-feedback", model).state_dict())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_momenta_are_at_least_float32(case: str, dtype: torch.dtype) -> None:
+    model = Small(dtype)
+    optimizer = made(case, model)
+    state = optimizer.state[model.fused.weight]
+    for name in ("momentum", "exp_avg", "exp_avg_sq"):
+        assert name not in state or state[name].dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rates_below_zero_are_refused_for_all_and_for_one_group(case: str) -> None:
+    name, options = CASES[case]
+    with pytest.raises(ConfigError, match=r"lr=-1.*0 or more"):
+        METHODS[name]([nn.Parameter(torch.ones(2, 2))], lr=-1, **options)
+    with pytest.raises(ConfigError, match=r"lr=-1.*0 or more"):
+        METHODS[name]([{"params": [nn.Parameter(torch.ones(2, 2))], "lr": -1}], **options)
+    with pytest.raises(ConfigError, match=r"lr=-1.*0 or more"):
+        METHODS[name]([{"params": [nn.Parameter(torch.ones(2))], "lr": -1, "rule": "adamw"}], **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sparse_gradients_are_refused(case: str) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match=r"sparse gradients.*sparse=False"):
+        made(case, model).step()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_closure_is_called_with_gradients_on(case: str) -> None:
+    p, target = nn.Parameter(torch.randn(4, 3)), torch.randn(4, 3)
+    name, options = CASES[case]
+    optimizer = METHODS[name]([p], lr=LR, **options)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (p - target).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = [optimizer.step(closure) for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_that_are_not_finite_leave_everything_as_it_is(case: str) -> None:
+    model = Small()
+    optimizer = made(case, model)
+    run(model, optimizer, 0, 1)
+    before, state = values(model), copy.deepcopy(optimizer.state_dict())
+    model.fill(1)
+    model.norm.grad[3] = torch.nan
+    optimizer.step()
+    assert equal(values(model), before)
+    for one, old in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert equal(list(one.values()), list(old.values()))
+    assert [g["steps"] for g in optimizer.param_groups] == [g["steps"] for g in state["param_groups"]]
+
+
+def test_virtual_workers_are_counted() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = SignMuon([p], virtual_workers=3)
+    p.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=r"gradients of 1 workers.*all 3 virtual workers.*next_worker"):
+        optimizer.step()
+    optimizer = SignMuon([p], virtual_workers=2)
+    for _ in range(2):
+        optimizer.next_worker()
+    with pytest.raises(ConfigError, match=r"gradients of worker 3.*step\(\)"):
+        optimizer.next_worker()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"bucket_elements": 0}, "bucket_elements=0"),
+        ({"virtual_workers": 0}, "0 workers"),
+        ({"ties": "coin"}, "'coin'"),
+        ({"transport": "pigeon"}, "'pigeon'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SignMuon([nn.Parameter(torch.ones(2, 2))], **arguments)
