@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -36,17 +37,6 @@ class Sent:
     work: Any
     what: str
     arrives_s: float = -math.inf
-
-
-@dataclass
-class Both:
-    """Several works as one."""
-
-    works: Sequence[Any]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 Exchange = Generator[Sent, None, T]
@@ -85,7 +75,6 @@ class Workers:
             self.group, self.size = None, virtual
         self.here = tuple(range(self.size)) if self.group is None else (dist.get_rank(self.group),)
         self.ledger = ledger
-        self._tag = 0  # of messages between two workers, the same at both ends
         self.waited_s = 0.0  # for others and for the network, in all
         self.queue = LinkQueue(link) if link is not None else None
 
@@ -174,17 +163,16 @@ class Workers:
         return received.view(rows.dtype).view(rows.shape)
 
     def _in_turn(self, sent: Tensor, received: Tensor, kind: str) -> Exchange[None]:
-        """One partner after another: gloo's own all-to-all starts all flows at once, which congest a slow link."""
-        mine = self.here[0]
+        """One partner after another: gloo starts all flows of an all-to-all at once, which congest a slow link."""
+        mine, width = self.here[0], sent.size(1)
         received[mine] = sent[mine]
         for distance in range(1, self.size):
             target, source = (mine + distance) % self.size, (mine - distance) % self.size
-            self._tag += 1
-            operations = [
-                dist.P2POp(dist.isend, sent[target], group=self.group, tag=self._tag, group_peer=target),
-                dist.P2POp(dist.irecv, received[source], group=self.group, tag=self._tag, group_peer=source),
-            ]
-            yield self._start(lambda pair=operations: Both(dist.batch_isend_irecv(pair)), kind, sent.size(1), rounds=1)
+            arriving, leaving = ([width * (j == partner) for j in range(self.size)] for partner in (source, target))
+            start = partial(
+                dist.all_to_all_single, received[source], sent[target], arriving, leaving, self.group, async_op=True
+            )
+            yield self._start(start, kind, width, rounds=1)
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""
