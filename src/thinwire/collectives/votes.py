@@ -63,6 +63,8 @@ def _vote(
     full_W = all_present(tuple(shape.numel() for shape in shapes), ballot.negative_W.device)
     if not voters or not full_W.numel():
         return [_zeros(t) for t in tensors[0]]
+    if workers.here[0] not in voters:  # it takes part with anything; nobody counts it
+        ballot = Ballot(torch.zeros_like(full_W), full_W, Zeros.NONE)
     if transport == "packed":
         result = yield from _packed(workers, voters, ballot, full_W, ties, moment)
     elif transport == "gather":
@@ -80,7 +82,7 @@ def _packed(
     rest = (0, size * shard - words)
     full_MS = pad(full_W, rest).view(size, shard)
     whole = Ballot(pad(ballot.negative_W, rest), pad(ballot.present_W, rest), ballot.zeros, ballot.few)
-    rows = torch.cat([_flags(ballot).expand(size, -1), whole.negative_W.view(size, shard)], dim=1)
+    rows = torch.cat([_flag(ballot).expand(size, -1), whole.negative_W.view(size, shard)], dim=1)
     received = yield from workers.all_to_all(rows, "vote")
     zeros, few, fews = _kinds(received, voters)
     masks = received[:, :0]
@@ -88,9 +90,7 @@ def _packed(
         parts = [whole.part(j * shard, (j + 1) * shard) for j in range(size)]
         written = [write_mask(part, full, zeros, few) for part, full in zip(parts, full_MS, strict=True)]
         masks = yield from workers.all_to_all(torch.stack(written), "vote")
-    ballots = [
-        replace(read_mask(received[j, _FLAGS:], masks[j], full_MS[mine], zeros, few), few=fews[j]) for j in voters
-    ]
+    ballots = [replace(read_mask(received[j, 1:], masks[j], full_MS[mine], zeros, few), few=fews[j]) for j in voters]
     result = count(ballots, ties, moment.behind(mine * shard))
     beside = write_mask(result, full_MS[mine], result.zeros, result.few)
     gathered = yield from workers.all_gather(torch.cat([result.negative_W, beside]), "vote")
@@ -105,28 +105,25 @@ def _packed(
 def _gathered(
     workers: Workers, voters: Sequence[int], ballot: Ballot, full_W: Tensor, ties: Ties, moment: Moment
 ) -> Exchange[Ballot]:
-    received = yield from workers.all_gather(torch.cat([_flags(ballot), ballot.negative_W]), "vote")
+    received = yield from workers.all_gather(torch.cat([_flag(ballot), ballot.negative_W]), "vote")
     zeros, few, _ = _kinds(received, voters)
     masks = received[:, :0]
     if zeros is not Zeros.NONE:
         masks = yield from workers.all_gather(write_mask(ballot, full_W, zeros, few), "vote")
-    ballots = [read_mask(received[j, _FLAGS:], masks[j], full_W, zeros, few) for j in voters]
+    ballots = [read_mask(received[j, 1:], masks[j], full_W, zeros, few) for j in voters]
     return count(ballots, ties, moment)
 
 
-_FLAGS = 2  # words before the signs: where there are zeros, and in how many words partly
-
-
-def _flags(ballot: Ballot) -> Tensor:
-    return torch.tensor([int(ballot.zeros), ballot.few], device=ballot.negative_W.device)
+def _flag(ballot: Ballot) -> Tensor:
+    """The word before the signs: where there are zeros (2 bits), and in how many words partly."""
+    return torch.tensor([ballot.zeros | ballot.few << 2], device=ballot.negative_W.device)
 
 
 def _kinds(received: Tensor, voters: Sequence[int]) -> tuple[Zeros, int, dict[int, int]]:
     """What masks the voters need together: the kind, the longest list, and each one's."""
-    flags = {j: received[j, :_FLAGS].tolist() for j in voters}
-    zeros = Zeros(max(kind for kind, _ in flags.values()))
-    fews = {j: few for j, (_, few) in flags.items()}
-    return zeros, max(fews.values()), fews
+    flags = dict(enumerate(received[:, 0].tolist()))
+    fews = {j: flags[j] >> 2 for j in voters}
+    return Zeros(max(flags[j] & 3 for j in voters)), max(fews.values()), fews
 
 
 def _summed(

@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
