@@ -110,3 +110,12 @@ def test_bad_settings_end_before_anything_starts(text: Path, tmp_path: Path, wor
     done = train(tmp_path, text, *TWO_BY_TWO, "--name", "bad", *words)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert not (tmp_path / "bad").exists()
+
+
+def test_a_gpt_votes_too(text: Path, tmp_path: Path) -> None:
+    words = ["tiny-gpt", "--name", "gpt", "--dp.emulate", "--train.steps", "3", "--pipeline.microbatches", "1"]
+    done = train(tmp_path, text, *words)
+    assert done.returncode == 0, done.stderr
+    assert "wqkv.weight" in done.stderr and "(3 matrices)" in done.stderr
+    wrong = train(tmp_path, text, *words, "--name", "wrong", "--model.ffn-dim", "64")
+    assert wrong.returncode == 2 and "model.ffn_dim=64 of a GPT" in wrong.stderr

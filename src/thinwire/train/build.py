@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from thinwire.bits import num_words
 from thinwire.data import TokenData, prepare
 from thinwire.link import Link
-from thinwire.models import Llama
 from thinwire.optim import DataParallel, Route, build_optimizers, groups, route_models
 from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.engine import LossFunction
@@ -37,7 +36,7 @@ class Parts:
 
 def load_data(config: Config) -> TokenData:
     """Tokenise, or map what is cached. Checks that the vocabulary is the model's."""
-    return prepare(config.data.source, config.llama.vocab_size, text_column=config.data.text_column)
+    return prepare(config.data.source, config.network.vocab_size, text_column=config.data.text_column)
 
 
 def ranks_of_stages(config: Config) -> dict[int, int]:
@@ -72,7 +71,7 @@ def vote_positions(stages: Sequence[Stage]) -> dict[str, int]:
 def build_stages(config: Config, place: Place) -> tuple[list[Stage], dict[str, int]]:
     """Return this process's stages, alive and initialised (no others ever take memory), and `vote_positions`."""
     with torch.device("meta"):
-        model = Llama(config.llama)
+        model = config.make_model()
     pipe = config.pipeline
     stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
     placed, positions = ranks_of_stages(config), vote_positions(stages)

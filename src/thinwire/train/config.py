@@ -9,20 +9,23 @@ from thinwire import codecs
 from thinwire.codecs import Codec, Subspace
 from thinwire.collectives import AnyTransport, Ties
 from thinwire.errors import ConfigError
-from thinwire.models import SIZES, LlamaConfig
+from thinwire.models import GPT, GPT_SIZES, SIZES, GPTConfig, Llama, LlamaConfig
 from thinwire.optim.build import Decay
 from thinwire.optim.methods import Aux
 from thinwire.optim.signs import Scale
 from thinwire.pipeline.orders import stages_per_rank_of
 from thinwire.wire import id_width
 
+_GPT_VOCABULARY = 4096  # of GPTs, where the configuration names none
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A LLaMA. Zeros (and empty text) mean: as the size has it."""
+    """A LLaMA or a GPT. Zeros (and empty text) mean: as the size has it."""
 
+    family: Literal["llama", "gpt"] = "llama"
     size: str = "tiny"
-    """one of tiny, 10m, 150m, 500m, 1b"""
+    """tiny, 10m, 150m, 500m or 1b; of the family gpt tiny or 10m"""
     seq_len: int = 128
     """tokens per sequence"""
     vocab_size: int = 0
@@ -189,22 +192,34 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property
-    def llama(self) -> LlamaConfig:
+    def network(self) -> LlamaConfig | GPTConfig:
         """The model's sizes.
 
         Raises:
             ConfigError: an unknown size or sizes that do not fit together.
         """
-        if self.model.size not in SIZES:
-            raise ConfigError(f"model size {self.model.size!r}", ", ".join(SIZES))
-        options = dict(SIZES[self.model.size])
+        sizes = SIZES if self.model.family == "llama" else GPT_SIZES
+        if self.model.size not in sizes:
+            raise ConfigError(f"model size {self.model.size!r} of a {self.model.family}", ", ".join(sizes))
+        options = {"vocab_size": _GPT_VOCABULARY, **sizes[self.model.size]}
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
             if getattr(self.model, name):
                 options[name] = getattr(self.model, name)
+        options |= {"max_seq_len": self.model.seq_len, "tied_head": self.model.tied_head}
         try:
-            return LlamaConfig(**options, max_seq_len=self.model.seq_len, tied_head=self.model.tied_head)
+            return LlamaConfig(**options) if self.model.family == "llama" else GPTConfig(**options)
+        except TypeError:
+            raise ConfigError(
+                f"model.num_kv_heads={self.model.num_kv_heads}, model.ffn_dim={self.model.ffn_dim} of a GPT",
+                "neither", "leave them out, or set model.family=llama",
+            ) from None  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def make_model(self) -> Llama | GPT:
+        """Return the model, with whatever weights its constructor leaves."""
+        network = self.network
+        return Llama(network) if isinstance(network, LlamaConfig) else GPT(network)
 
     @property
     def microbatch_shape(self) -> tuple[int, int]:
@@ -232,7 +247,7 @@ class Config:
         Raises:
             ConfigError: options that the codec does not take, or a factor that no rank reaches.
         """
-        chosen, id_bytes = self.codec, id_width(self.llama.vocab_size)
+        chosen, id_bytes = self.codec, id_width(self.network.vocab_size)
         if chosen.name == "identity":
             _refuse_subspace_options(chosen)
             return codecs.get("identity", wire_format=chosen.wire_format)
@@ -248,7 +263,7 @@ class Config:
         }  # fmt: skip
         if chosen.rank:
             return codecs.get(chosen.name, rank=chosen.rank, **options)
-        for rank in range(self.llama.dim, 0, -1):
+        for rank in range(self.network.dim, 0, -1):
             codec = codecs.get(chosen.name, rank=rank, **options)
             if self.expected_factor(codec) >= chosen.factor:
                 return codec
@@ -257,7 +272,7 @@ class Config:
     def expected_factor(self, codec: Codec) -> float:
         """bf16 activations over what `codec` sends per step and direction, ids, headers and frames included."""
         batch, tokens = self.microbatch_shape
-        dim = self.llama.dim
+        dim = self.network.dim
         messages = self.pipeline.microbatches * self.train.accumulation
         sent = messages * codec.wire_bytes((batch, tokens, dim))
         if isinstance(codec, Subspace) and codec.frame != "frozen":

@@ -105,6 +105,29 @@ def signmuon_llama() -> Config:
 
 
 @recipe
+def signmuon_nanogpt() -> Config:
+    """nanoGPT's small model (384 wide, 6 layers, context 256), 1,500 steps at lr 1e-3 as in Sign-Muon's paper."""
+    return Config(
+        model=ModelConfig(family="gpt", size="10m", seq_len=256, tied_head=True),
+        pipeline=PipelineConfig(stages=1, microbatches=1),
+        dp=DataParallelConfig(replicas=4, ties="random"),
+        optim=OptimConfig(method="signmuon", lr=1e-3, adamw_ratio=5.0, warmup_steps=75, decay="cosine"),
+        train=TrainConfig(steps=1500, batch_size=64, eval_every=250, checkpoint_every=500),
+    )
+
+
+@recipe
+def tiny_gpt() -> Config:
+    """1M parameters, two replicas, for a laptop."""
+    return replace(
+        signmuon_nanogpt(),
+        model=ModelConfig(family="gpt", size="tiny", seq_len=128, vocab_size=1024, tied_head=True),
+        dp=DataParallelConfig(replicas=2, ties="random"),
+        train=TrainConfig(steps=300, batch_size=16),
+    )
+
+
+@recipe
 def two_d_llama() -> Config:
     """3M parameters, four stages x two replicas: MAPL between the stages, one-bit votes between the replicas."""
     return Config(

@@ -88,7 +88,7 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
         message_bytes = []
     else:
         actions = schedule_actions(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
-        wire_bytes = config.make_codec().wire_bytes((batch, tokens, config.llama.dim))
+        wire_bytes = config.make_codec().wire_bytes((batch, tokens, config.network.dim))
         message_bytes = [wire_bytes] * (pipe.stages - 1)
     timeline = simulate(
         actions,
@@ -107,9 +107,9 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
 
 def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
     """Seconds in which shared tensors go one way, all boundaries at once."""
-    placed, llama = ranks_of_stages(config), config.llama
-    tied = llama.tied_head and placed[0] != placed[len(placed) - 1]
-    messages = [frame_bytes, 4 * llama.vocab_size * llama.dim if tied else 0]
+    placed, network = ranks_of_stages(config), config.network
+    tied = network.tied_head and placed[0] != placed[len(placed) - 1]
+    messages = [frame_bytes, 4 * network.vocab_size * network.dim if tied else 0]
     return max((link.transfer_s(size + HEADER_BYTES) for size in messages if size), default=0.0)
 
 
@@ -135,7 +135,7 @@ def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, flo
         sync = sum(record[f"sync_bytes_{way}"] for record in records)
         sent = sum(record[f"wire_bytes_{way}"] for record in records) + sync
         result[f"bytes_per_token_{way}"] = sent / tokens if tokens else 0.0
-        result[f"compression_factor_{way}"] = 2 * config.llama.dim * tokens / sent if sent else None
+        result[f"compression_factor_{way}"] = 2 * config.network.dim * tokens / sent if sent else None
         result["bytes_per_token_sync"] += sync / tokens if tokens else 0.0  # type: ignore[operator]
     return result
 
@@ -147,7 +147,7 @@ def _stage_accounts(config: Config, parts: Parts) -> list[dict[str, Any]]:
     into, one carrier per microbatch and direction. `max_in_flight`: microbatches between forward and backward.
     """
     pipe = config.pipeline
-    wire_bytes = config.make_codec().wire_bytes((*config.microbatch_shape, config.llama.dim))
+    wire_bytes = config.make_codec().wire_bytes((*config.microbatch_shape, config.network.dim))
     mirrors = parts.engine.sync.mirrors()
     accounts = []
     for stage in parts.stages:

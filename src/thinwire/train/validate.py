@@ -11,7 +11,6 @@ from thinwire.codecs.formats import FORMATS
 from thinwire.collectives import number
 from thinwire.errors import ConfigError
 from thinwire.link import Link
-from thinwire.models import Llama
 from thinwire.optim.build import DECAYS
 from thinwire.optim.methods import METHODS, VOTING
 from thinwire.optim.spel import MAX_FRAME_LR
@@ -143,9 +142,9 @@ def _ignored_by_method(config: Config) -> dict[str, bool]:
 
 
 def _validate_pipeline(config: Config) -> None:
-    pipe, llama = config.pipeline, config.llama
+    pipe, network = config.pipeline, config.network
     with torch.device("meta"):
-        layer_counts(Llama(llama), pipe.stages, pipe.balance)
+        layer_counts(config.make_model(), pipe.stages, pipe.balance)
     if pipe.stages % pipe.per_rank:
         raise ConfigError(
             f"{pipe.stages} stages with {pipe.per_rank} per rank ({pipe.schedule})",
@@ -153,6 +152,6 @@ def _validate_pipeline(config: Config) -> None:
         )
     if pipe.stages > 1:
         check_schedule(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
-        config.make_codec().num_coordinates(llama.dim)
+        config.make_codec().num_coordinates(network.dim)
     Link.parse(pipe.link)
     Link.parse(config.dp.link)
