@@ -21,7 +21,7 @@ def connect(
     loss: LossFunction,
     *,
     num_microbatches: int,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     schedule: str = "1F1B",
     stages_per_rank: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -32,14 +32,14 @@ def connect(
     Args:
         stages: as `split` gives them; with a group, those that live on this rank are taken (others may be missing).
         loss: of logits `(B, T, V)` and targets `(B, T)`, a sum over microbatches and steps that accumulate.
-        shape: `(B, T)` of a microbatch.
+        shape: `(B, T)` of a microbatch; with one stage, of whatever the model takes.
         stages_per_rank: where the schedule leaves the choice; 0: its default.
         link: emulated between stages on different ranks; the twin has none.
 
     Raises:
         ConfigError: counts or stages that do not fit together, or that the schedule does not take.
     """
-    if not stages or num_microbatches < 1 or len(shape) != 2 or min(shape) < 1:
+    if not stages or num_microbatches < 1 or (len(shape) != 2 and len(stages) > 1) or min(shape) < 1:
         given = f"{len(stages)} stages, {num_microbatches} microbatches of shape {tuple(shape)}"
         raise ConfigError(given, "a stage or more, a microbatch or more of shape (B, T), both at least 1")
     if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -66,5 +66,6 @@ def connect(
     if group is None or num_stages == 1:
         return Twin(mine, sync, num_microbatches, shape, loss)
     return Pipeline(
-        mine, sync, schedule=schedule, num_microbatches=num_microbatches, shape=shape, loss=loss, group=group
-    )
+        mine, sync, schedule=schedule, num_microbatches=num_microbatches, shape=(shape[0], shape[1]), loss=loss,
+        group=group,
+    )  # fmt: skip

@@ -34,6 +34,7 @@ class Engine(Protocol):
     sync: Sync
     ledger: Ledger
     activity: Activity
+    loss: LossFunction
 
     def start(self, ids_BT: Tensor) -> None:
         """Initialise the frames as the codec says, from the activations of `ids_BT`, and send them to the mirrors."""
@@ -47,7 +48,7 @@ class Engine(Protocol):
 
 class _Base:
     def __init__(
-        self, stages: Sequence[Stage], sync: Sync, num_microbatches: int, shape: tuple[int, int], loss: LossFunction
+        self, stages: Sequence[Stage], sync: Sync, num_microbatches: int, shape: tuple[int, ...], loss: LossFunction
     ) -> None:
         self.stages = stages
         self.shape = shape
@@ -71,9 +72,9 @@ class _Base:
 
     def _check_shapes(self, *batches: Tensor) -> None:
         """Refuse batches of another shape than the engine was built for, before anything is sent."""
-        expected = (self.shape[0] * self.num_microbatches, self.shape[1])
+        expected = (self.shape[0] * self.num_microbatches, *self.shape[1:])
         for batch in batches:
-            if tuple(batch.shape) != expected:
+            if not batch.dim() or tuple(batch.shape) != expected[: batch.dim()]:
                 raise ConfigError(
                     f"batch of shape {tuple(batch.shape)}",
                     f"{expected}: {self.num_microbatches} microbatches of {self.shape}, as the pipeline was built",

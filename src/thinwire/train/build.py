@@ -8,35 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from thinwire.bits import num_words
-from thinwire.data import TokenData, prepare
 from thinwire.link import Link
+from thinwire.models import ResNet
 from thinwire.optim import DataParallel, Route, build_optimizers, groups, route_models
 from thinwire.pipeline import Engine, Stage, connect, split
-from thinwire.pipeline.engine import LossFunction
 from thinwire.pipeline.orders import stage_rank
 from thinwire.train.config import Config
 from thinwire.train.place import Place
-
-IGNORED = -100  # a target that does not count
+from thinwire.train.work import Loss, Work, load
 
 
 @dataclass
 class Parts:
     """What a process of a run works with."""
 
-    data: TokenData
+    work: Work
     stages: list[Stage]
     engine: Engine
     routes: list[Route]
     optimizers: list[DataParallel]
-
-
-def load_data(config: Config) -> TokenData:
-    """Tokenise, or map what is cached. Checks that the vocabulary is the model's."""
-    return prepare(config.data.source, config.network.vocab_size, text_column=config.data.text_column)
 
 
 def ranks_of_stages(config: Config) -> dict[int, int]:
@@ -44,16 +36,6 @@ def ranks_of_stages(config: Config) -> dict[int, int]:
     if config.pipeline.stages == 1:
         return {0: 0}
     return stage_rank(config.pipeline.schedule, config.pipeline.ranks, config.pipeline.per_rank)
-
-
-def loss_function(scale: float) -> LossFunction:
-    """Cross-entropy summed over the targets that count, times `scale`: microbatches and stages add up to the mean."""
-
-    def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        flat = logits_BTV.flatten(0, -2).float()
-        return scale * F.cross_entropy(flat, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
-
-    return loss
 
 
 def vote_positions(stages: Sequence[Stage]) -> dict[str, int]:
@@ -73,7 +55,10 @@ def build_stages(config: Config, place: Place) -> tuple[list[Stage], dict[str, i
     with torch.device("meta"):
         model = config.make_model()
     pipe = config.pipeline
-    stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
+    if isinstance(model, ResNet):
+        stages = [Stage(0, 1, model, config.make_codec(), config.dim, config.vocab_size)]
+    else:
+        stages = split(model, pipe.stages, config.make_codec(), balance=pipe.balance)
     placed, positions = ranks_of_stages(config), vote_positions(stages)
     mine = [stage for stage in stages if place.pipe_group is None or placed[stage.index] == place.pipe_rank]
     for stage in mine:
@@ -84,12 +69,12 @@ def build_stages(config: Config, place: Place) -> tuple[list[Stage], dict[str, i
 
 def build(config: Config, place: Place) -> Parts:
     """Build everything for this process."""
-    data = load_data(config)
+    work = load(config)
     stages, positions = build_stages(config, place)
     engine = build_engine(config, place, stages)
     optim = config.optim
     routes = route_models(stages, optim.lr, optim.adamw_ratio * optim.lr, optim.frame_ratio * optim.lr)
-    return Parts(data, stages, engine, routes, _optimizers(config, place, engine, routes, positions))
+    return Parts(work, stages, engine, routes, _optimizers(config, place, engine, routes, positions))
 
 
 def _optimizers(
@@ -120,7 +105,7 @@ def build_engine(config: Config, place: Place, stages: list[Stage]) -> Engine:
             _autocast(stage)
     pipe = config.pipeline
     return connect(
-        stages, loss_function(config.dp.replicas / config.tokens_per_step), num_microbatches=pipe.microbatches,
+        stages, Loss(config.dp.replicas / config.tokens_per_step), num_microbatches=pipe.microbatches,
         shape=config.microbatch_shape, schedule=pipe.schedule, stages_per_rank=pipe.stages_per_rank,
         group=place.pipe_group, link=Link.parse(pipe.link),
     )  # fmt: skip

@@ -1,53 +1,49 @@
-"""Validation on held-out documents: loss, perplexity and bits per byte."""
+"""Validation on held-out documents or pictures."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.data import TokenData, bits_per_byte, validation_windows
 from thinwire.pipeline import Engine
-from thinwire.train.build import IGNORED
 from thinwire.train.config import Config
 from thinwire.train.place import Place
+from thinwire.train.work import IGNORED, Loss, Work
 
 
 class Validation:
-    """The held-out windows of a run, cut into batches of the size that its engine takes."""
+    """What is held out, cut into batches of the size that a run's engine takes. Replicas share them out."""
 
-    def __init__(self, config: Config, data: TokenData, place: Place) -> None:
-        self.place = place
+    def __init__(self, config: Config, work: Work, place: Place) -> None:
+        self.work, self.place = work, place
         self.num_replicas = 1 if config.dp.emulate else config.dp.replicas
         self.scale = config.tokens_per_step / config.dp.replicas  # the engine divides by this
-        windows = validation_windows(data.validation, config.model.seq_len, config.data.val_tokens)
-        self.num_targets = windows[:, 1:].numel()
-        self.num_bytes = int(torch.as_tensor(data.tokenizer.token_bytes)[windows[:, 1:]].sum())
+        inputs, self.wanted = work.held_out(config)
         rows = config.train.batch_size // (config.train.accumulation * config.dp.replicas)
-        missing = -len(windows) % rows
-        padding = windows[:1].expand(missing, -1)
-        self.inputs = torch.cat([windows[:, :-1], padding[:, :-1]]).split(rows)
-        self.targets = torch.cat([windows[:, 1:], torch.full_like(padding[:, 1:], IGNORED)]).split(rows)
+        missing = -len(inputs) % rows
+        self.inputs = torch.cat([inputs, inputs[:1].expand(missing, *inputs.shape[1:])]).split(rows)
+        ignored = torch.full((missing, *self.wanted.shape[1:]), IGNORED)
+        self.targets = torch.cat([self.wanted, ignored]).split(rows)
 
     def run(self, engine: Engine) -> dict[str, float]:
-        """Return `val_loss` (nats per token), `val_perplexity` and `val_bits_per_byte`, the same on every rank."""
-        total = torch.zeros((), dtype=torch.float64)
-        for number, (ids, targets) in enumerate(zip(self.inputs, self.targets, strict=True)):
-            if number % self.num_replicas != self.place.replica:
-                continue  # another replica's
-            part = engine.evaluate(self._here(ids), self._here(targets))
-            total += 0 if part is None else part.double().cpu()
+        """Return the work's measures, the same on every rank."""
+        loss = engine.loss
+        assert isinstance(loss, Loss)
+        loss.hits = 0.0
+        nats = 0.0
+        for stage in engine.stages:
+            stage.eval()
+        for number, (inputs, targets) in enumerate(zip(self.inputs, self.targets, strict=True)):
+            if number % self.num_replicas == self.place.replica:
+                part = engine.evaluate(self._here(inputs), self._here(targets))
+                nats += 0.0 if part is None else float(part)
+        for stage in engine.stages:
+            stage.train()
+        total = torch.tensor([nats * self.scale, loss.hits], dtype=torch.float64, device=self.place.device)
         if self.place.group is not None:
             dist.all_reduce(total, group=self.place.group)
-        nats = float(total) * self.scale
-        loss = nats / self.num_targets
-        return {
-            "val_loss": loss,
-            "val_perplexity": math.exp(min(loss, 100.0)),
-            "val_bits_per_byte": bits_per_byte(nats, self.num_bytes),
-        }
+        return self.work.measures(float(total[0]), self.wanted, float(total[1]))
 
     def _here(self, batch: Tensor) -> Tensor:
         return batch.contiguous().to(self.place.device)

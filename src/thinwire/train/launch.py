@@ -17,15 +17,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from thinwire.data import validation_windows
 from thinwire.errors import ConfigError, PeerError
 from thinwire.train import checkpoint
-from thinwire.train.build import load_data
 from thinwire.train.config import Config
 from thinwire.train.failures import explain, first_failure, progress, report_errors
 from thinwire.train.place import Place, join, leave, under_launcher
 from thinwire.train.stored import from_dict, to_dict
 from thinwire.train.validate import validate
+from thinwire.train.work import load
 
 _WORKER_MODULE = "thinwire.train.loop"  # imported once, by the process from which workers are forked
 _GRACE_S = 1.0  # a process that lost a peer leaves this much later, so that the launcher names the one that died
@@ -40,9 +39,9 @@ def preflight(config: Config) -> None:
     validate(config)
     run = Path(config.folder) / config.name
     newest = _check_folder(config, run)
-    data = load_data(config)
-    data.batches(config.model.seq_len, config.train.batch_size, config.train.seed)
-    validation_windows(data.validation, config.model.seq_len, config.data.val_tokens)
+    data = load(config)
+    data.batches(config)
+    data.held_out(config)
     if newest is not None:
         state = checkpoint.read_state(newest)
         checkpoint.check_resumable(newest, state, config, data.digest)

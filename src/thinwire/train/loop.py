@@ -31,6 +31,7 @@ from thinwire.train.metrics import Journal, TrafficMeter, write_atomically
 from thinwire.train.place import Place, agree, gather_json
 from thinwire.train.stored import layout_digest, run_digest, to_dict
 from thinwire.train.summary import routing_table, summarise
+from thinwire.train.work import Batch
 
 _log = logging.getLogger("thinwire")
 _MAX_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
@@ -46,7 +47,7 @@ class Trainer:
         self._agree_on_the_run()
         self.engine = self.parts.engine
         self.batches = self._batches()
-        self.validation = Validation(config, self.parts.data, place)
+        self.validation = Validation(config, self.parts.work, place)
         self.meter = TrafficMeter(self.engine.ledger)
         self.journal = Journal(self.run, place, config.name, config.train.steps, config.tokens_per_step)
         self.parameters = [p for stage in self.parts.stages for p in stage.parameters()]
@@ -81,10 +82,10 @@ class Trainer:
         return summarise(self.config, self.place, self.parts, self.journal.records, evaluation, net)
 
     def _batches(self) -> Any:
-        return self.parts.data.batches(self.config.model.seq_len, self.config.train.batch_size, self.config.train.seed)
+        return self.parts.work.batches(self.config)
 
     def _agree_on_the_run(self) -> None:
-        facts = {"version": __version__, "configuration": run_digest(self.config), "text": self.parts.data.digest}
+        facts = {"version": __version__, "configuration": run_digest(self.config), "data": self.parts.work.digest}
         if any(Link.parse(link) is not None for link in (self.config.pipeline.link, self.config.dp.link)):
             facts["machine (links are emulated inside one only)"] = socket.gethostname()
         agree(facts, self.place)
@@ -97,7 +98,7 @@ class Trainer:
                 shutil.rmtree(self.run, ignore_errors=True)
             self.run.mkdir(parents=True, exist_ok=True)
             write_atomically(self.run / "config.json", json.dumps(to_dict(self.config), indent=2))
-            self.parts.data.tokenizer.save(self.run / "tokenizer.json")
+            self.parts.work.save(self.run)
         processes = gather_json([self._process()], self.place)
         if self.place.is_main:
             write_atomically(self.run / "processes.json", json.dumps([row for part in processes for row in part]))
@@ -116,8 +117,8 @@ class Trainer:
         """Resume, or initialise the frames from the first batch; either way every mirror gets its owner's value."""
         newest = checkpoint.latest(self.run) if self.config.resume else None
         if newest is None:
-            first = self._batches().next()
-            self.engine.start(first[:, :-1].contiguous().to(self.place.device))
+            first, _ = self._pair(self._batches().next())
+            self.engine.start(first)
         else:
             self._resume(newest)
         self._equalise()
@@ -125,7 +126,7 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         state = checkpoint.read_state(path)
-        checkpoint.check_resumable(path, state, self.config, self.parts.data.digest)
+        checkpoint.check_resumable(path, state, self.config, self.parts.work.digest)
         values = self._tensors()
         if state["replicas"] != self.config.dp.replicas:
             values = checkpoint.without_workers(values)
@@ -154,8 +155,8 @@ class Trainer:
         self.engine.activity.step = self.step + 1
         seconds: dict[str, float] = {"sync_s": 0.0}
         began = time.perf_counter()
-        batch: Tensor = self._timed(seconds, "data_s", "reading data", self.batches.next).to(self.place.device)
-        shares = batch.chunk(config.dp.replicas)
+        inputs, targets = self._pair(self._timed(seconds, "data_s", "reading data", self.batches.next))
+        shares = list(zip(inputs.chunk(config.dp.replicas), targets.chunk(config.dp.replicas), strict=True))
         all_replicas = [one for share in self._mine(shares) for one in self._gradients(share, seconds)]
         total = sum(loss for loss, _ in all_replicas) / len(all_replicas)
         norm = sum(norm for _, norm in all_replicas) / len(all_replicas)
@@ -171,15 +172,20 @@ class Trainer:
         }  # fmt: skip
         self.journal.step(self.meter.read() | seconds | self._compute_seconds() | self._orthogonality(), record)
 
-    def _mine(self, shares: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _pair(self, batch: Any) -> Batch:
+        inputs, targets = self.parts.work.pair(batch)
+        return inputs.to(self.place.device), targets.to(self.place.device)
+
+    def _mine(self, shares: Sequence[Batch]) -> Sequence[Batch]:
         """The shares of the batch that this process computes: its replica's, or all of them one after another."""
         return shares if self.config.dp.emulate else [shares[self.place.replica]]
 
-    def _gradients(self, share: Tensor, seconds: dict[str, float]) -> list[tuple[float, float]]:
+    def _gradients(self, share: Batch, seconds: dict[str, float]) -> list[tuple[float, float]]:
         """Compute one replica's gradients here; returns loss and gradient norm of the replicas computed meanwhile."""
         loss = torch.zeros((), device=self.place.device)
-        for chunk in share.chunk(self.config.train.accumulation):
-            part = self.engine.step(chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
+        chunks = (part.chunk(self.config.train.accumulation) for part in share)
+        for inputs, targets in zip(*chunks, strict=True):
+            part = self.engine.step(inputs.contiguous(), targets.contiguous())
             loss = loss if part is None else loss + part
         self._timed(seconds, "sync_s", "bringing shared gradients together", self.engine.sync.collect)
         computed = self._agree(loss)
@@ -272,7 +278,7 @@ class Trainer:
         self.engine.activity.set("saving a checkpoint", None, None)
         state = {
             "step": self.step, "tokens": self.step * self.config.tokens_per_step, "elapsed_s": self.elapsed_s,
-            "data": self.batches.state_dict(), "data_digest": self.parts.data.digest,
+            "data": self.batches.state_dict(), "data_digest": self.parts.work.digest,
             "replicas": self.config.dp.replicas, "optimizer_steps": self.parts.optimizers[0].param_groups[0]["steps"],
             "digest": layout_digest(self.config), "config": to_dict(self.config),
         }  # fmt: skip

@@ -188,11 +188,11 @@ class Journal:
         if self.progress is None:
             return
         append_line(self.run / "evals.jsonl", record)
-        self._plot(record, ("val_loss", "val_bits_per_byte"))
-        self.progress.say(
-            f"{self.title}  step {record['step']}  validation loss {record['val_loss']:.4f}  "
-            f"{record['val_bits_per_byte']:.4f} bits/byte"
-        )
+        units = {"val_bits_per_byte": "bits/byte", "val_accuracy": "% right"}
+        shown = [key for key in units if key in record]
+        self._plot(record, ("val_loss", *shown))
+        measures = "  ".join(f"{record[key]:.4f} {units[key]}" for key in shown)
+        self.progress.say(f"{self.title}  step {record['step']}  validation loss {record['val_loss']:.4f}  {measures}")
 
     def close(self) -> None:
         """Stop the progress line and the TensorBoard file."""

@@ -128,6 +128,33 @@ def tiny_gpt() -> Config:
 
 
 @recipe
+def signmuon_cifar10() -> Config:
+    """ResNet-50 on CIFAR-10, four replicas, as far as Sign-Muon's paper is known (no decay). Set data.source."""
+    return Config(
+        model=ModelConfig(family="resnet50"),
+        data=DataConfig(val_tokens=10_000),
+        pipeline=PipelineConfig(stages=1, microbatches=1),
+        dp=DataParallelConfig(replicas=4, ties="random"),
+        optim=OptimConfig(
+            method="signmuon", lr=1e-3, momentum=0.9, adamw_ratio=3.0, warmup_steps=200, decay="cosine", grad_clip=0.0
+        ),
+        train=TrainConfig(steps=19_500, batch_size=512, eval_every=500, checkpoint_every=2000),
+    )
+
+
+@recipe
+def tiny_resnet() -> Config:
+    """A ResNet-18 eight channels wide, two replicas, for a laptop. Set data.source to CIFAR-10."""
+    return replace(
+        signmuon_cifar10(),
+        model=ModelConfig(family="resnet18", width=8),
+        data=DataConfig(val_tokens=2_000),
+        dp=DataParallelConfig(replicas=2, ties="random"),
+        train=TrainConfig(steps=400, batch_size=64, eval_every=100),
+    )
+
+
+@recipe
 def two_d_llama() -> Config:
     """3M parameters, four stages x two replicas: MAPL between the stages, one-bit votes between the replicas."""
     return Config(

@@ -15,12 +15,13 @@ from thinwire.data import Tokenizer
 from thinwire.errors import ConfigError
 from thinwire.pipeline import Twin
 from thinwire.train import checkpoint
-from thinwire.train.build import build_engine, build_stages, load_data
+from thinwire.train.build import build_engine, build_stages
 from thinwire.train.config import Config
 from thinwire.train.evaluate import Validation
 from thinwire.train.place import Place, join
 from thinwire.train.stored import from_dict
 from thinwire.train.validate import validate
+from thinwire.train.work import load
 
 
 def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
@@ -48,20 +49,20 @@ def restore(run: Path) -> tuple[Config, Place, Twin, dict[str, Any]]:
 
 
 def evaluate(run: Path) -> dict[str, float]:
-    """Return the validation loss, perplexity and bits per byte of a run's newest checkpoint.
+    """Return what `Validation` measures of a run's newest checkpoint.
 
     Raises:
         ConfigError: as `restore`; or the text is another than the run was trained on.
     """
     config, place, engine, state = restore(run)
-    data = load_data(config)
-    if data.digest != state["data_digest"]:
+    work = load(config)
+    if work.digest != state["data_digest"]:
         raise ConfigError(
             f"text {config.data.source!r} is not what {run} was trained on",
             "the same text",
             "restore it, or train anew",
         )
-    return Validation(config, data, place).run(engine)
+    return Validation(config, work, place).run(engine)
 
 
 def generate(run: Path, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
@@ -77,6 +78,8 @@ def generate(run: Path, prompt: str, num_tokens: int, temperature: float, seed: 
             "some text, a temperature of 0 or from 0.001 on, a token or more, a seed from 0 to 2^63",
         )
     config, place, engine, _ = restore(run)
+    if config.is_pictures:
+        raise ConfigError(f"text from {run}, a {config.model.family}", "a run of a model of text")
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     ids: list[int] = tokenizer.encode(prompt).tolist()
     generator = torch.Generator().manual_seed(seed)

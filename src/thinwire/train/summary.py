@@ -82,13 +82,12 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
     link = Link.parse(pipe.link)
     forward_s = [stage["forward_s"] for stage in stages]
     backward_s = [stage["backward_s"] for stage in stages]
-    batch, tokens = config.microbatch_shape
     if pipe.stages == 1:
         actions = {0: [Action(0, kind, i) for i in range(pipe.microbatches) for kind in "FB"]}
         message_bytes = []
     else:
         actions = schedule_actions(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
-        wire_bytes = config.make_codec().wire_bytes((batch, tokens, config.network.dim))
+        wire_bytes = _message_bytes(config)
         message_bytes = [wire_bytes] * (pipe.stages - 1)
     timeline = simulate(
         actions,
@@ -105,11 +104,17 @@ def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: 
     return copies * config.train.accumulation * timeline.step_s + rest_s
 
 
+def _message_bytes(config: Config) -> int:
+    """Bytes of one microbatch across one boundary."""
+    batch, tokens, *_ = config.microbatch_shape
+    return config.make_codec().wire_bytes((batch, tokens, config.dim))
+
+
 def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
     """Seconds in which shared tensors go one way, all boundaries at once."""
-    placed, network = ranks_of_stages(config), config.network
-    tied = network.tied_head and placed[0] != placed[len(placed) - 1]
-    messages = [frame_bytes, 4 * network.vocab_size * network.dim if tied else 0]
+    placed = ranks_of_stages(config)
+    tied = config.model.tied_head and placed[0] != placed[len(placed) - 1]
+    messages = [frame_bytes, 4 * config.vocab_size * config.dim if tied else 0]
     return max((link.transfer_s(size + HEADER_BYTES) for size in messages if size), default=0.0)
 
 
@@ -135,7 +140,7 @@ def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, flo
         sync = sum(record[f"sync_bytes_{way}"] for record in records)
         sent = sum(record[f"wire_bytes_{way}"] for record in records) + sync
         result[f"bytes_per_token_{way}"] = sent / tokens if tokens else 0.0
-        result[f"compression_factor_{way}"] = 2 * config.network.dim * tokens / sent if sent else None
+        result[f"compression_factor_{way}"] = 2 * config.dim * tokens / sent if sent else None
         result["bytes_per_token_sync"] += sync / tokens if tokens else 0.0  # type: ignore[operator]
     return result
 
@@ -147,7 +152,7 @@ def _stage_accounts(config: Config, parts: Parts) -> list[dict[str, Any]]:
     into, one carrier per microbatch and direction. `max_in_flight`: microbatches between forward and backward.
     """
     pipe = config.pipeline
-    wire_bytes = config.make_codec().wire_bytes((*config.microbatch_shape, config.network.dim))
+    wire_bytes = _message_bytes(config)
     mirrors = parts.engine.sync.mirrors()
     accounts = []
     for stage in parts.stages:

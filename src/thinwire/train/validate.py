@@ -11,6 +11,7 @@ from thinwire.codecs.formats import FORMATS
 from thinwire.collectives import number
 from thinwire.errors import ConfigError
 from thinwire.link import Link
+from thinwire.models import ResNet
 from thinwire.optim.build import DECAYS
 from thinwire.optim.methods import METHODS, VOTING
 from thinwire.optim.spel import MAX_FRAME_LR
@@ -142,9 +143,19 @@ def _ignored_by_method(config: Config) -> dict[str, bool]:
 
 
 def _validate_pipeline(config: Config) -> None:
-    pipe, network = config.pipeline, config.network
+    pipe = config.pipeline
     with torch.device("meta"):
-        layer_counts(config.make_model(), pipe.stages, pipe.balance)
+        try:
+            model = config.make_model()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(model, ResNet):
+            layer_counts(model, pipe.stages, pipe.balance)
+        elif pipe.stages > 1:
+            raise ConfigError(
+                f"{pipe.stages} stages of a {config.model.family}", "1",
+                "set pipeline.stages=1; replicas (dp.replicas) share the work instead",
+            )  # fmt: skip
     if pipe.stages % pipe.per_rank:
         raise ConfigError(
             f"{pipe.stages} stages with {pipe.per_rank} per rank ({pipe.schedule})",
@@ -152,6 +163,6 @@ def _validate_pipeline(config: Config) -> None:
         )
     if pipe.stages > 1:
         check_schedule(pipe.schedule, pipe.ranks, pipe.per_rank, pipe.microbatches)
-        config.make_codec().num_coordinates(network.dim)
+        config.make_codec().num_coordinates(config.dim)
     Link.parse(pipe.link)
     Link.parse(config.dp.link)
