@@ -13,12 +13,12 @@ from thinwire.collectives import cost
 from thinwire.collectives.ballots import TIES, Moment, Ties
 from thinwire.collectives.roll import Roll, Subject
 from thinwire.collectives.votes import TRANSPORTS, Transport, mean, vote
-from thinwire.collectives.workers import Pending, Workers
+from thinwire.collectives.workers import Pending, Workers, complete
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.wire import Ledger
 
-BUCKET = 1 << 22  # signs that travel together while the next ones are packed, and the ones before counted
+BUCKET = 1 << 21  # signs that travel together while the next ones are packed, and the ones before counted
 AnyTransport = Literal["packed", "gather", "sum", "auto"]
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Transport",
     "Workers",
     "choose",
+    "complete",
     "cost",
     "majority_vote",
     "mean",
@@ -92,6 +93,7 @@ def majority_vote(
         for earlier in flights:
             earlier.advance()
         flights.append(started)
+    complete(flights)
     return torch.cat([pending.result()[0] for pending in flights]).view(signs.shape)
 
 

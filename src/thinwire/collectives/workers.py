@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -153,26 +152,11 @@ class Workers:
         """Send row j of `(M, *)` to worker j; return `(M, *)`, row j from worker j."""
         sent = _octets(rows)
         received = torch.empty_like(sent)
-        if rows.device.type == "cpu":
-            yield from self._in_turn(sent.view(self.size, -1), received.view(self.size, -1), kind)
-        else:
-            yield self._start(
-                lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True),
-                kind, (self.size - 1) * (sent.numel() // self.size),
-            )  # fmt: skip
+        yield self._start(
+            lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True),
+            kind, (self.size - 1) * (sent.numel() // self.size),
+        )  # fmt: skip
         return received.view(rows.dtype).view(rows.shape)
-
-    def _in_turn(self, sent: Tensor, received: Tensor, kind: str) -> Exchange[None]:
-        """One partner after another: gloo starts all flows of an all-to-all at once, which congest a slow link."""
-        mine, width = self.here[0], sent.size(1)
-        received[mine] = sent[mine]
-        for distance in range(1, self.size):
-            target, source = (mine + distance) % self.size, (mine - distance) % self.size
-            arriving, leaving = ([width * (j == partner) for j in range(self.size)] for partner in (source, target))
-            start = partial(
-                dist.all_to_all_single, received[source], sent[target], arriving, leaving, self.group, async_op=True
-            )
-            yield self._start(start, kind, width, rounds=1)
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""
@@ -252,6 +236,11 @@ class Pending(Generic[T]):
         except StopIteration as stop:
             self._sent, self._value = None, stop.value
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._sent is None
+
     def advance(self) -> None:
         """Wait for the collective under way, if any, and start the one that follows."""
         if self._sent is not None:
@@ -263,6 +252,13 @@ class Pending(Generic[T]):
         while self._sent is not None:
             self.advance()
         return self._value  # type: ignore[return-value]
+
+
+def complete(exchanges: Sequence[Pending[Any]]) -> None:
+    """Bring exchanges to their end, all in step: while one is computed with, another's bytes travel."""
+    while not all(exchange.is_done for exchange in exchanges):
+        for exchange in exchanges:
+            exchange.advance()
 
 
 def _octets(tensor: Tensor) -> Tensor:

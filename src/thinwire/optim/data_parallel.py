@@ -29,6 +29,7 @@ from thinwire.collectives import (
     Transport,
     Workers,
     choose,
+    complete,
     mean,
     number,
     vote,
@@ -208,6 +209,7 @@ class DataParallel(torch.optim.Optimizer):
                 for pending in earlier:
                     pending.advance()
             flights.append((bucket, started))
+        complete([pending for _, exchanged in flights for pending in exchanged])
         for bucket, exchanged in flights:
             self._apply(bucket, exchanged)
         for group in self.param_groups:
