@@ -248,7 +248,7 @@ def test_what_is_no_error_of_ours_is_one_line_too(
     def broken(config: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("thinwire.train.launch.load_data", broken)
+    monkeypatch.setattr("thinwire.train.launch.load", broken)
     assert main(["train", "tiny", *SMALL]) == 1
     line = capsys.readouterr().err
     assert "unexpected ZeroDivisionError: by nothing" in line and len(line.splitlines()) == 1
