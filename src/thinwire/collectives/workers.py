@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.bits import MAX_VOTERS
 from thinwire.collectives import roll as rolls
+from thinwire.collectives.in_turn import Courier
 from thinwire.errors import ConfigError, PeerError
 from thinwire.link import Link, LinkQueue, wait_until
 from thinwire.wire import DATA_PARALLEL, Direction, Ledger
@@ -74,6 +75,7 @@ class Workers:
             self.group, self.size = None, virtual
         self.here = tuple(range(self.size)) if self.group is None else (dist.get_rank(self.group),)
         self.ledger = ledger
+        self._courier: Courier | None = None
         self.waited_s = 0.0  # for others and for the network, in all
         self.queue = LinkQueue(link) if link is not None else None
 
@@ -152,11 +154,16 @@ class Workers:
         """Send row j of `(M, *)` to worker j; return `(M, *)`, row j from worker j."""
         sent = _octets(rows)
         received = torch.empty_like(sent)
-        yield self._start(
-            lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True),
-            kind, (self.size - 1) * (sent.numel() // self.size),
-        )  # fmt: skip
+        yield self._start(lambda: self._all_to_all(sent, received), kind, (self.size - 1) * (sent.numel() // self.size))
         return received.view(rows.dtype).view(rows.shape)
+
+    def _all_to_all(self, sent: Tensor, received: Tensor) -> Any:
+        if dist.get_backend(self.group) != "gloo":
+            return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        if self._courier is None:
+            assert self.group is not None
+            self._courier = Courier(self.group)
+        return self._courier.all_to_all(sent.view(self.size, -1), received.view(self.size, -1))
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""
