@@ -62,7 +62,8 @@ def account(
         "dp_bandwidth_bps": 8 / net.beta_s,
         "break_even_bps": limit,
     }
-    if 8 / net.beta_s > limit:
+    signs = config.optim.method in VOTING or config.dp.aux == "vote"
+    if signs and 8 / net.beta_s > limit:
         _log.warning(
             "replicas: signs save less time than computing them takes: the network carries %.3g Mbit/s, signs pay "
             "below %.3g Mbit/s; use optim.method=muon or adamw here", 8e-6 / net.beta_s, limit / 1e6,
