@@ -286,6 +286,13 @@ def wanted(task: str, stages: list[str]) -> Iterator[Run]:
             for seed in seeds:
                 yield Run(stage, variant, best[variant], aux, sizes.steps, workers, seed, options)
 
+    if "cause" in stages and "signmuon" in best:
+        for variant, offset, options in (
+            ("signmuon", -1, {}), ("signmuon", -1, {"nesterov": True}), ("muon", 0, {"nesterov": False}),
+            ("signmuon", -1, {"momentum": 0.9}), ("signmuon", 0, {"nesterov": True}), ("muon", -1, {}),
+            ("signmuon", -2, {}), ("signmuon", -1, {"ties": "zero", "coefficients": "muon"}),
+        ):  # fmt: skip
+            yield Run("cause", variant, best[variant] + offset, aux, sizes.steps, 1, 0, options)
     if "main" in stages:
         for seeds in ((0,), (1, 2)):
             for workers in (1, 4):
