@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,9 @@ def auxiliary_rate(task: str) -> tuple[list[Run], int | None]:
     return search(task, {}, around, list(sizes.aux_exponents))
 
 
-def tuned(task: str, variant: str, options: dict[str, Any] | None = None, middle: int | None = None, aux: int | None = None) -> tuple[list[Run], int | None]:
+def tuned(
+    task: str, variant: str, options: dict[str, Any] | None = None, middle: int | None = None
+) -> tuple[list[Run], int | None]:
     """A method's rate, at M = 1."""
     chosen = auxiliary_rate(task)[1]
     if chosen is None:
@@ -262,7 +264,7 @@ def tuned(task: str, variant: str, options: dict[str, Any] | None = None, middle
     middle = VARIANTS[variant][2] if middle is None else middle
 
     def around(k: int) -> Run:
-        return Run("tune", variant, k, chosen if aux is None else aux, TASKS[task].tuning_steps, options=options or {})
+        return Run("tune", variant, k, chosen, TASKS[task].tuning_steps, options=options or {})
 
     return search(task, {}, around, [middle + k for k in FIRST_POINTS])
 
@@ -373,7 +375,11 @@ def table(task: str) -> None:
         given = tuple(sorted((k, v) for k, v in r["options"].items() if k not in VARIANTS[r["variant"]][1]))
         key = (r["stage"], r["variant"], given, r["workers"], r["lr"], r["adamw_lr"], r["steps"])
         cells.setdefault(key, []).append(r)
-    muon = {(r["steps"], r["workers"], r["seed"]): r for r in records if r["variant"] == "muon" and r["stage"] in ("main", "weak")}
+    muon = {
+        (r["steps"], r["workers"], r["seed"]): r
+        for r in records
+        if r["variant"] == "muon" and r["stage"] in ("main", "weak")
+    }
     rows = []
     for key in sorted(cells, key=lambda key: (key[0], order[key[1]], str(key[2]), *key[3:])):
         stage, variant, given, workers, lr, adamw_lr, steps = key
@@ -420,7 +426,8 @@ def markdown(rows: list[dict[str, Any]], metrics: list[str]) -> str:
     names = {"val_loss": "loss", "accuracy": "accuracy, %"}
     text = ""
     titles = {
-        "main": "Methods", "ties": "Ties", "rule": "Details of Sign-Muon's rule", "aux": "A vote on all other parameters",
+        "main": "Methods", "cause": "Why Sign-Muon is behind: probes, one seed", "ties": "Ties",
+        "rule": "Details of Sign-Muon's rule", "aux": "A vote on all other parameters",
         "weak": "16 workers, the same batch", "check": "Rates again at full length",
     }  # fmt: skip
     for stage, title in titles.items():
@@ -447,8 +454,12 @@ def markdown(rows: list[dict[str, Any]], metrics: list[str]) -> str:
         if not chosen:
             continue
         rates = sorted({row[column] for row in chosen})
-        title = {"aux-lr": "AdamW's rate, with Muon", "tune": "Each method's rate", "tune-aux": "Rate of the vote"}[stage]
-        text += f"\n{title} (loss of one shorter run, the best in bold):\n\n| | {' | '.join(f'{r:g}' for r in rates)} |\n"
+        title = {"aux-lr": "AdamW's rate, with Muon", "tune": "Each method's rate", "tune-aux": "Rate of the vote"}[
+            stage
+        ]
+        text += (
+            f"\n{title} (loss of one shorter run, the best in bold):\n\n| | {' | '.join(f'{r:g}' for r in rates)} |\n"
+        )
         text += f"|{'---|' * (len(rates) + 1)}\n"
         labels = dict.fromkeys((row["method"], row["options"]) for row in chosen)
         for label in labels:
@@ -472,7 +483,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--data", default="shared/data", help="folder of peps and cifar10")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--stages", default="main,ties,rule,aux,check,weak")
+    parser.add_argument("--stages", default="main,cause,ties,rule,aux,check,weak")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run later than this")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
