@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire
 from thinwire.errors import ConfigError
 from thinwire.optim import METHODS, DataParallel, SignMuon, build_optimizers, param_groups
 
@@ -254,3 +255,18 @@ def test_virtual_workers_are_counted() -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         SignMuon([nn.Parameter(torch.ones(2, 2))], **arguments)
+
+
+def test_a_rate_is_given_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match=r"lr=0\.001 beside groups with lr=0\.02"):
+        thinwire.SignMuon(thinwire.param_groups(model), lr=1e-3)
+    assert thinwire.SignMuon(thinwire.param_groups(model, lr=0.5), lr=0.5).param_groups[0]["lr"] == 0.5
+    assert thinwire.SignMuon([model[0].weight]).param_groups[0]["lr"] == 1e-3
+    assert thinwire.Muon([model[0].weight]).param_groups[0]["lr"] == 0.02
+
+
+@pytest.mark.parametrize("signs", [[1.0], torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex64)])
+def test_a_vote_is_on_dense_real_numbers(signs: object) -> None:
+    with pytest.raises(ConfigError, match="dense tensors of real numbers"):
+        thinwire.majority_vote(signs)

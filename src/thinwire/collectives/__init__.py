@@ -77,8 +77,9 @@ def majority_vote(
         group = dist.group.WORLD
     workers = Workers(group, ledger=ledger, link=link)
     number(transport, ties)
-    if signs.is_complex():
-        raise ConfigError(f"a vote on {signs.dtype}", "real numbers")
+    if not isinstance(signs, Tensor) or signs.is_complex() or signs.layout != torch.strided:
+        what = f"{signs.layout} {signs.dtype}" if isinstance(signs, Tensor) else type(signs).__name__
+        raise ConfigError(f"a vote on {what}", "dense tensors of real numbers")
     subject = Subject(
         layout=(f"signs {tuple(signs.shape)}",), num_elements=signs.numel(), step=step, seed=seed,
         transport=number(transport, ties), ties=TIES.index(ties),

@@ -44,7 +44,7 @@ class Subject:
 
     def header(self, flags: int) -> bytes:
         return _HEADER.pack(
-            MAGIC, VERSION, self.kind, self.transport, self.ties, flags, self.step, self.seed % (1 << 64),
+            MAGIC, VERSION, self.kind, self.transport, self.ties, flags, self.step % (1 << 64), self.seed % (1 << 64),
             self.num_elements, _digest(self.layout), _digest(self.options),
         )  # fmt: skip
 

@@ -26,7 +26,9 @@ _AUX_OPTIONS: dict[str, Any] = {
 
 
 class _Method(DataParallel):
-    """A main rule for hidden matrices, and the rules of everything else."""
+    """A main rule for hidden matrices, and the rules of everything else. `LR`: the rate where none is given."""
+
+    LR = 1e-3
 
     def __init__(
         self, params: Iterable[Any], main: Rule, options: dict[str, Any], *, aux: Aux = "adamw",
@@ -38,6 +40,11 @@ class _Method(DataParallel):
         auxiliary: Rule = AuxiliaryVote() if aux == "vote" else AdamWRule("aux_decay")
         rules: dict[str, Rule] = {"muon": main, "adamw": auxiliary, "spel": SpelRule()}
         own = {key: rest.pop(key) for key in list(rest) if key in _AUX_OPTIONS}
+        params = list(params)
+        if options["lr"] is None:
+            options["lr"] = self.LR
+        else:
+            _check_one_rate(params, options["lr"])
         super().__init__(params, rules, {**_AUX_OPTIONS, **own, **options}, **rest)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -47,6 +54,16 @@ class _Method(DataParallel):
         super().add_param_group(param_group)
 
 
+def _check_one_rate(groups: Iterable[Any], lr: float) -> None:
+    """A rate of the optimizer beside another one of its groups would be ignored, as torch's optimizers do."""
+    for group in groups:
+        if isinstance(group, dict) and group.get("rule", "muon") == "muon" and group.get("lr", lr) != lr:
+            raise ConfigError(
+                f"lr={lr} beside groups with lr={group['lr']}", "one of them",
+                "give the rate to param_groups(model, lr=...) and leave it out here",
+            )  # fmt: skip
+
+
 class SignMuon(_Method):
     """Sign-Muon (arXiv 2605.16311): the defaults are its Algorithm 1, with `group` its form for M workers.
 
@@ -54,7 +71,7 @@ class SignMuon(_Method):
 
     Args:
         params: see `DataParallel`.
-        lr: the distance that every entry moves, times its scale.
+        lr: the distance that every entry moves, times its scale; 1e-3 where no group has a rate of its own.
         momentum: beta.
         average: `ema`, or `heavy_ball` (m <- beta m + g).
         nesterov: orthogonalise beta m + (1 - beta) g.
@@ -73,7 +90,7 @@ class SignMuon(_Method):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | None = None,
         momentum: float = 0.95,
         *,
         average: Literal["ema", "heavy_ball"] = "ema",
@@ -103,7 +120,7 @@ class Signum(_Method):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | None = None,
         momentum: float = 0.9,
         *,
         weight_decay: float = 0.0,
@@ -120,17 +137,19 @@ class Signum(_Method):
 class SignSGD(Signum):
     """Signum without momentum: the majority vote of arXiv 1802.04434."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **rest: Any) -> None:
+    def __init__(self, params: Iterable[Any], lr: float | None = None, **rest: Any) -> None:
         super().__init__(params, lr, 0.0, **rest)
 
 
 class DistributedLion(_Method):
     """Lion with a majority vote (Liu et al., arXiv 2404.00438)."""
 
+    LR = 1e-4
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
+        lr: float | None = None,
         betas: Betas = (0.9, 0.99),
         *,
         weight_decay: float = 0.0,
@@ -145,16 +164,18 @@ class Muon(_Method):
     """Muon on the mean of the workers' gradients; frames and everything else as their groups say.
 
     Args:
-        lr: step in spectral norm; a square matrix moves by `lr` in every direction it moves in.
+        lr: step in spectral norm; a square matrix moves by `lr` in every direction it moves in. Default 0.02.
         weight_decay: decoupled.
         wire_dtype: in which gradients of hidden matrices travel.
         rest: see `SignMuon`.
     """
 
+    LR = 0.02
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 0.02,
+        lr: float | None = None,
         momentum: float = 0.95,
         *,
         nesterov: bool = True,
@@ -175,7 +196,7 @@ class AdamW(_Method):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | None = None,
         betas: Betas = (0.9, 0.95),
         *,
         eps: float = 1e-10,
@@ -189,8 +210,16 @@ class AdamW(_Method):
 class SGD(_Method):
     """SGD with momentum on the mean of the workers' gradients."""
 
+    LR = 0.1
+
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, *, weight_decay: float = 0.0, **rest: Any
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+        **rest: Any,
     ) -> None:
         super().__init__(params, SgdRule(), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **rest)
 
