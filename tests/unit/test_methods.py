@@ -270,3 +270,57 @@ def test_a_rate_is_given_once() -> None:
 def test_a_vote_is_on_dense_real_numbers(signs: object) -> None:
     with pytest.raises(ConfigError, match="dense tensors of real numbers"):
         thinwire.majority_vote(signs)
+
+
+def test_copies_step_like_their_original() -> None:
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = thinwire.SignMuon([model.weight])
+    model.weight.grad = torch.randn(4, 3)
+    pair = copy.deepcopy((model, optimizer))
+    pair[0].weight.grad = model.weight.grad.clone()
+    for one in (optimizer, pair[1]):
+        one.step()
+    assert torch.equal(pair[0].weight, model.weight)
+
+
+def test_a_state_of_another_method_or_shape_changes_nothing() -> None:
+    ours = thinwire.SignMuon([nn.Parameter(torch.ones(4, 6))], lr=0.5)
+    for other in (thinwire.Muon([nn.Parameter(torch.ones(4, 6))]), thinwire.SignMuon([nn.Parameter(torch.ones(1, 6))])):
+        with pytest.raises(ConfigError, match="a state"):
+            ours.load_state_dict(other.state_dict())
+        assert ours.param_groups[0]["lr"] == 0.5
+
+
+def test_feedback_does_not_vote_where_there_is_no_gradient() -> None:
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = thinwire.SignSGD([p], lr=1.0, feedback=True)
+    p.grad = torch.tensor([1.0, 2.0, 3.0, -4.0])
+    optimizer.step()
+    before = p.detach().clone()
+    p.grad = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    optimizer.step()
+    assert torch.equal(p[1:], before[1:]) and p[0] != before[0]
+
+
+@pytest.mark.parametrize("method", [thinwire.Signum, thinwire.SignSGD, thinwire.DistributedLion])
+def test_without_votes_nothing_decays(method: type[DataParallel]) -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.zeros(4)
+    method([p], lr=0.1, weight_decay=0.1).step()
+    assert torch.equal(p, torch.ones(4))
+
+
+def test_a_worker_without_any_gradient_is_missed() -> None:
+    p = nn.Parameter(torch.ones(4, 4))
+    optimizer = thinwire.SignMuon([p], virtual_workers=2)
+    p.grad = torch.randn(4, 4)
+    optimizer.next_worker()
+    with pytest.raises(ConfigError, match="gradients of 1 workers"):
+        optimizer.step()
+    p.grad = torch.randn(4, 4)
+    optimizer.step()
+
+
+def test_means_travel_in_floating_point() -> None:
+    with pytest.raises(ConfigError, match=r"means in torch\.int8"):
+        thinwire.SignMuon([nn.Parameter(torch.ones(2, 2))], aux_dtype=torch.int8)

@@ -76,10 +76,15 @@ def majority_vote(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     workers = Workers(group, ledger=ledger, link=link)
-    number(transport, ties)
-    if not isinstance(signs, Tensor) or signs.is_complex() or signs.layout != torch.strided:
-        what = f"{signs.layout} {signs.dtype}" if isinstance(signs, Tensor) else type(signs).__name__
-        raise ConfigError(f"a vote on {what}", "dense tensors of real numbers")
+    try:
+        number(transport, ties)
+        if not isinstance(signs, Tensor) or signs.is_complex() or signs.layout != torch.strided:
+            what = f"{signs.layout} {signs.dtype}" if isinstance(signs, Tensor) else type(signs).__name__
+            raise ConfigError(f"a vote on {what}", "dense tensors of real numbers")
+    except ConfigError:
+        device = signs.device if isinstance(signs, Tensor) else torch.device("cpu")
+        workers.refuse(Subject(("signs",), 0, step=step, seed=seed), device)
+        raise
     subject = Subject(
         layout=(f"signs {tuple(signs.shape)}",), num_elements=signs.numel(), step=step, seed=seed,
         transport=number(transport, ties), ties=TIES.index(ties),

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from thinwire.collectives.ballots import Ties
 from thinwire.collectives.roll import HEADER_BYTES
@@ -103,8 +102,8 @@ def probe(workers: Workers, device: torch.device) -> AlphaBeta:
     alpha_s = times[8] / (workers.size - 1)
     sent = (workers.size - 1) * (_PROBE_BYTES - 8)
     mine = torch.tensor([alpha_s, max(times[_PROBE_BYTES] - times[8], 1e-9) / sent], dtype=torch.float64, device=device)
-    dist.all_reduce(mine, dist.ReduceOp.MAX, group=workers.group)
-    return AlphaBeta(*mine.tolist())
+    everyone = Pending(workers, workers.all_gather(mine, "probe")).result()
+    return AlphaBeta(*everyone.amax(0).tolist())
 
 
 def _timed(workers: Workers, num_bytes: int, device: torch.device) -> float:

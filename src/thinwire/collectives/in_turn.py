@@ -45,7 +45,7 @@ class Courier:
     """One thread that carries all-to-alls one by one, in the order in which they were started, on all ranks alike."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         threading.Thread(target=self._carry, daemon=True, name="thinwire courier").start()
@@ -64,8 +64,19 @@ class Courier:
         received[self._rank] = sent[self._rank]
         for distance in range(1, self._size):
             target, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
-            arriving = dist.irecv(received[source], group=self._group, group_src=source)
-            leaving = dist.isend(sent[target], group=self._group, group_dst=target)
+            arriving = dist.irecv(received[source], group=self.group, group_src=source)
+            leaving = dist.isend(sent[target], group=self.group, group_dst=target)
             assert arriving is not None and leaving is not None
             arriving.wait()
             leaving.wait()
+
+
+_couriers: dict[str, Courier] = {}
+
+
+def courier(group: dist.ProcessGroup) -> Courier:
+    """The one courier of a group; its thread ends with the process."""
+    known = _couriers.get(group.group_name)
+    if known is None or known.group is not group:
+        known = _couriers[group.group_name] = Courier(group)
+    return known

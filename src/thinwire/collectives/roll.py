@@ -8,7 +8,7 @@ Every worker sends one header of 64 bytes to all others:
 `layout` is a digest of the names, shapes and order of all tensors, `options` one of every number that decides a step
 (rates, momenta, ...). As all headers reach all workers, all see the same disagreement and raise the same error: nobody
 waits for somebody who left. Flags: 1 the worker abstains (its gradient is not finite), 2 some of its tensors have no
-gradient (which ones follows in a second message).
+gradient (which ones follows in a second message), 4 the worker has refused its input: all others refuse with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thinwire.errors import ConfigError, WireError
 
 MAGIC = b"THWV"
 VERSION = 1
-ABSTAINS, INCOMPLETE = 1, 2
+ABSTAINS, INCOMPLETE, REFUSES = 1, 2, 4
 _HEADER = struct.Struct("<4sBBBBIQQQ8s8s12x")
 HEADER_BYTES = _HEADER.size
 _FIELDS = ("kind", "transport", "tie rule", "step", "seed", "elements", "layout", "options")
@@ -105,9 +105,14 @@ def disagreement(headers: Sequence[Header], texts: Sequence[Sequence[str]]) -> C
         for number in range(max(len(texts[0]), len(texts[worker]))):
             a, b = (text[number] if number < len(text) else "nothing" for text in (texts[0], texts[worker]))
             if a != b:
-                given += f": entry {number} is {b}, there {a}"
+                given += f": entry {number} is {_apart(b, a)}, there {_apart(a, b)}"
                 break
     return ConfigError(given, "the same on all workers", "start every process with the same code and configuration")
+
+
+def _apart(text: str, other: str) -> str:
+    """What of a comma-separated entry the other one does not have, or all of it."""
+    return ", ".join(part for part in text.split(", ") if part not in other.split(", ")) or text
 
 
 def _show(value: Any) -> str:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from thinwire.bits import MAX_VOTERS
 from thinwire.collectives import roll as rolls
-from thinwire.collectives.in_turn import Courier
+from thinwire.collectives.alarm import is_set, missing
+from thinwire.collectives.in_turn import courier
 from thinwire.errors import ConfigError, PeerError
 from thinwire.link import Link, LinkQueue, wait_until
 from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
 T = TypeVar("T")
-_ANSWER_S = 3.0  # how long a survivor waits for the others to say that they live
 _SLICE = timedelta(seconds=1)  # between two looks at whether somebody else has raised the alarm
 
 
@@ -75,7 +75,6 @@ class Workers:
             self.group, self.size = None, virtual
         self.here = tuple(range(self.size)) if self.group is None else (dist.get_rank(self.group),)
         self.ledger = ledger
-        self._courier: Courier | None = None
         self.waited_s = 0.0  # for others and for the network, in all
         self.queue = LinkQueue(link) if link is not None else None
 
@@ -101,6 +100,12 @@ class Workers:
         """
         return Pending(self, self._call(subject, abstaining, present, device)).result()
 
+    def refuse(self, subject: rolls.Subject, device: torch.device) -> None:
+        """Let all others know that this worker has refused its input, so that they do not wait for it."""
+        if self.is_networked:
+            row = torch.frombuffer(bytearray(subject.header(rolls.REFUSES)), dtype=torch.uint8).to(device)
+            Pending(self, self.all_gather(row, "vote_header")).result()
+
     def _call(
         self,
         subject: rolls.Subject,
@@ -114,6 +119,9 @@ class Workers:
             everyone = yield from self.all_gather(row, "vote_header")
             raw = everyone.cpu().numpy()
             headers = [rolls.Header.from_bytes(raw[worker].tobytes(), worker) for worker in range(self.size)]
+            refusing = [worker for worker, header in enumerate(headers) if header.flags & rolls.REFUSES]
+            if refusing:
+                raise ConfigError(f"input that worker {refusing[0]} refused", remedy="see its own error")
             if (found := rolls.first_difference(headers)) is not None:
                 texts: list[list[str]] = []
                 if found[1] in ("elements", "layout", "options"):
@@ -160,10 +168,8 @@ class Workers:
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Any:
         if dist.get_backend(self.group) != "gloo":
             return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        if self._courier is None:
-            assert self.group is not None
-            self._courier = Courier(self.group)
-        return self._courier.all_to_all(sent.view(self.size, -1), received.view(self.size, -1))
+        assert self.group is not None
+        return courier(self.group).all_to_all(sent.view(self.size, -1), received.view(self.size, -1))
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""
@@ -214,14 +220,14 @@ class Workers:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if _is_set(self.group, "alarm"):
+                if is_set(self.group, "alarm"):
                     raise RuntimeError("another worker has lost one") from None
         work.wait()  # raises what went wrong
 
     def failure(self, error: RuntimeError, kind: str) -> Exception:
         """What to raise for an error of torch.distributed: names the workers that no longer answer."""
         first = " ".join(str(error).split())
-        who = _missing(self)
+        who = missing(self.group, self.here[0], self.size)
         silent = f"no answer from worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}" if who else "a peer failed"
         return PeerError(
             f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {first[:300]}"
@@ -270,27 +276,3 @@ def complete(exchanges: Sequence[Pending[Any]]) -> None:
 
 def _octets(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def _missing(workers: Workers) -> list[int]:
-    """Raise the alarm, and return the workers that do not answer it over the group's store within a few seconds."""
-    group, until = workers.group, time.monotonic() + _ANSWER_S
-    try:
-        for key in ("alarm", str(workers.here[0])):
-            group.get_group_store().set(f"thinwire/{key}", "")  # type: ignore[union-attr]
-    except RuntimeError:
-        return []  # the store has died, with its process
-    silent = list(range(workers.size))
-    while silent := [worker for worker in silent if not _is_set(group, str(worker))]:
-        if time.monotonic() > until:
-            break
-        time.sleep(0.05)
-    return silent
-
-
-def _is_set(group: Any, key: str) -> bool:
-    """Whether a worker of the group has left this key in the group's store."""
-    try:
-        return bool(group.get_group_store().check([f"thinwire/{key}"]))
-    except RuntimeError:
-        return False

@@ -74,7 +74,8 @@ def directions(bucket: Bucket, slots: Sequence[Slot], own: Gradients) -> tuple[l
     return result, sizes
 
 
-def is_finite(gradients: Gradients) -> bool:
-    """Whether one worker's gradients have neither NaN nor infinity."""
+def is_finite(gradients: Gradients, limit: float = math.inf) -> bool:
+    """Whether one worker's gradients have neither NaN nor infinity, nor anything above `limit`."""
     held = [g for g in gradients if g is not None and g.numel()]
-    return not held or math.isfinite(float(torch.nn.utils.get_total_norm(held, math.inf)))
+    largest = float(torch.nn.utils.get_total_norm(held, math.inf)) if held else 0.0
+    return math.isfinite(largest) and largest <= limit

@@ -10,6 +10,7 @@ apply        the same on every worker (`Rule.apply`)
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,12 +37,12 @@ from thinwire.collectives import (
 )
 from thinwire.errors import ConfigError
 from thinwire.link import Link
+from thinwire.optim.agreement import check_loadable, describe_options, describe_parameters, mean_state
 from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
 from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot
 from thinwire.wire import Ledger
 
-_NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
 _log = logging.getLogger("thinwire")
 
 
@@ -89,6 +90,7 @@ class DataParallel(torch.optim.Optimizer):
         self.recorded: list[Gradients] = []
         self._chosen: Transport | None = None
         self._abstaining: set[int] = set()
+        self._met = False  # whether the workers have compared their parameters
         super().__init__(params, {**defaults, "steps": 0})
 
     # --- parameters and state --------------------------------------------------------------------------------------
@@ -106,21 +108,19 @@ class DataParallel(torch.optim.Optimizer):
         for p, splits in zip(group["params"], group["splits"], strict=True):
             if type(p) not in (torch.nn.Parameter, Tensor):
                 raise ConfigError(f"a parameter of type {type(p).__name__}", "plain parameters, whole on every worker")
+            if p.is_complex():
+                raise ConfigError(f"a parameter of {p.dtype}", "real numbers")
             rule.check(p, splits, group)
             self.state[p] = self._new_state(rule, p, group)
 
     def _rule(self, group: Group) -> Rule:
         return self.rules[group.get("rule", "muon")]
 
-    def _copies(self, rule: Rule) -> int:
-        """How many workers' state this process holds."""
-        return len(self.workers.here) if rule.wire == "vote" else 1
-
     def _new_state(self, rule: Rule, p: Tensor, group: Group) -> dict[str, Tensor]:
         state = rule.state(p, group)
         if rule.wire == "vote" and group.get("feedback"):
             state["feedback"] = torch.zeros_like(p, dtype=torch.float32)
-        copies = self._copies(rule)
+        copies = len(self.workers.here) if rule.wire == "vote" else 1
         return state if copies == 1 else {key: torch.stack([value] * copies) for key, value in state.items()}
 
     def worker_state(self, p: Tensor, here: int) -> dict[str, Tensor]:
@@ -138,17 +138,13 @@ class DataParallel(torch.optim.Optimizer):
         A state saved with another number of virtual workers is taken over by the rule for another M: every worker
         starts with the mean of the saved workers' momenta and feedback. It is announced in the log.
         """
-        fresh = {p: state for p, state in self.state.items()}
+        check_loadable(self, state_dict)
+        fresh = dict(self.state)
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
         resized = False
-        for key, p in zip(keys, parameters, strict=True):
+        for key, p in zip(keys, self._parameters(), strict=True):
             saved = state_dict["state"].get(key, {})
-            if saved.keys() != fresh[p].keys():
-                raise ConfigError(
-                    f"a state with {sorted(saved)}", f"{sorted(fresh[p])}", "use the options it was saved with"
-                )
             for name, mine in fresh[p].items():
                 value = saved[name].to(mine.device, mine.dtype)
                 if value.shape != mine.shape:
@@ -158,6 +154,14 @@ class DataParallel(torch.optim.Optimizer):
             self.state[p] = fresh[p]
         if resized:
             _log.warning("state of another number of workers: every worker starts with the mean of the saved ones")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies. Those of an optimizer with a group cannot be made: use `state_dict`."""
+        if self.workers.group is not None:
+            raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
+        own = ("workers", "rules", "transport", "ties", "seed", "bucket_elements", "recorded", "_chosen", "_abstaining")
+        kept = {name: self.__dict__[name] for name in (*own, "_met", "_dtypes") if name in self.__dict__}
+        return {**super().__getstate__(), **kept}
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -189,9 +193,14 @@ class DataParallel(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = self._gradients()
+        try:
+            gradients = self._gradients()
+        except ConfigError:
+            self.workers.refuse(self._subject(), self._parameters()[0].device)
+            raise
         present = [[g is not None for g in own] for own in gradients]
-        abstaining = [i in self._abstaining or not is_finite(own) for i, own in enumerate(gradients)]
+        limit = self._largest_gradient()
+        abstaining = [i in self._abstaining or not is_finite(own, limit) for i, own in enumerate(gradients)]
         self._abstaining.clear()
         roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
         if not roll.voters:
@@ -216,6 +225,13 @@ class DataParallel(torch.optim.Optimizer):
             group["steps"] += 1
         return loss
 
+    def _largest_gradient(self) -> float:
+        """What still can be added up over all workers in the dtypes in which gradients travel."""
+        if self.workers.size == 1:
+            return math.inf
+        dtypes = [g["wire_dtype"] for g in self.param_groups if self._rule(g).wire == "mean"]
+        return min((torch.finfo(dtype).max / self.workers.size for dtype in dtypes), default=math.inf)
+
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -225,11 +241,13 @@ class DataParallel(torch.optim.Optimizer):
         if len(self.workers.here) == 1 and not self.recorded:
             gradients: list[Gradients] = [[p.grad for p in parameters]]
         else:
-            if len(self.recorded) < len(self.workers.here):
+            has_more = any(p.grad is not None for p in parameters)
+            if len(self.recorded) + has_more == len(self.workers.here) and has_more:
                 self.next_worker()
             if len(self.recorded) != len(self.workers.here):
                 raise ConfigError(
-                    f"gradients of {len(self.recorded)} workers", f"of all {len(self.workers.here)} virtual workers",
+                    f"gradients of {len(self.recorded) + has_more} workers",
+                    f"of all {len(self.workers.here)} virtual workers",
                     "call next_worker() after each one's backward pass",
                 )  # fmt: skip
             gradients, self.recorded = self.recorded, []
@@ -240,16 +258,15 @@ class DataParallel(torch.optim.Optimizer):
         return gradients
 
     def _subject(self) -> Subject:
-        layout, options, elements = [], [], 0
-        for group in self.param_groups:
-            names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
-            for name, p, splits in zip(names, group["params"], group["splits"], strict=True):
-                layout.append(f"{name} {tuple(p.shape)} {p.dtype} {tuple(splits)} {self._rule(group).name}")
-                elements += p.numel()
-            options.append(", ".join(f"{key}={group[key]}" for key in sorted(group) if key not in _NOT_OPTIONS))
+        checks_values = self.workers.is_networked and not self._met
+        self._met = True
+        rules = [(group, self._rule(group)) for group in self.param_groups]
+        layout, options = describe_parameters(rules, checks_values), describe_options(self.param_groups)
+        elements = sum(p.numel() for p in self._parameters())
         return Subject(
-            tuple(layout), elements, tuple(options), step=self.param_groups[0]["steps"], seed=self.seed,
-            transport=number(self.transport, self.ties), ties=TIES.index(self.ties), kind=1,
+            layout, elements, (f"bucket_elements={self.bucket_elements}", *options),
+            step=self.param_groups[0]["steps"], seed=self.seed, transport=number(self.transport, self.ties),
+            ties=TIES.index(self.ties), kind=1,
         )  # fmt: skip
 
     def _transport(self) -> Transport:
@@ -281,8 +298,3 @@ class DataParallel(torch.optim.Optimizer):
     def _apply(self, bucket: Bucket, exchanged: Sequence[Pending[list[Tensor]]]) -> None:
         decided, *sizes = [pending.result() for pending in exchanged]
         bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, sizes[0] if sizes else [])
-
-
-def mean_state(states: Sequence[Tensor]) -> Tensor:
-    """The rule for another number of workers: everyone continues with the mean of what the saved ones had."""
-    return torch.stack([state.float() for state in states]).mean(0).to(states[0].dtype)

@@ -36,6 +36,9 @@ class _Method(DataParallel):
     ) -> None:  # fmt: skip
         if aux not in ("adamw", "vote"):
             raise ConfigError(f"aux={aux!r}", "adamw, vote")
+        for dtype in (wire_dtype, aux_dtype):
+            if not dtype.is_floating_point:
+                raise ConfigError(f"means in {dtype}", "float32, bfloat16, float16, float64")
         self._dtypes = {"muon": wire_dtype}, aux_dtype
         auxiliary: Rule = AuxiliaryVote() if aux == "vote" else AdamWRule("aux_decay")
         rules: dict[str, Rule] = {"muon": main, "adamw": auxiliary, "spel": SpelRule()}

@@ -13,7 +13,8 @@ Signum (Bernstein et al., arXiv 1810.05291) leaves out the polar factor, SignSGD
 (Liu et al., arXiv 2404.00438) votes on sign(b1 m_j + (1 - b1) g_j), then m_j <- b2 m_j + (1 - b2) g_j.
 
 A worker votes only where it has a gradient: an entry whose gradient is exactly zero, as in the row of a token that did
-not occur, gets no vote and keeps its momentum. (The polar factor mixes entries: there only whole matrices are silent.)
+not occur, gets no vote and keeps its momentum. (The polar factor mixes entries: Sign-Muon is
+silent only where a matrix has no gradient at all, `None`; an all-zero gradient leaves the vote to the momentum.)
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def take_vote(
     lr = group["lr"]
     for slot, update, factor in zip(slots, updates, factors, strict=True):
         p = slot.parameter
-        if group["weight_decay"] and not _couples(group):
+        if group["weight_decay"] and not _couples(group) and bool(update.any()):  # nobody voted: it stays
             p.mul_(1 - lr * group["weight_decay"])
         if p.dim() < 2:
             parts, moves = [p], [update]

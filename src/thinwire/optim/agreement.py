@@ -1,0 +1,62 @@
+"""What must agree: between the workers of a step, and between an optimizer and the state it is to load."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.optim.rule import Group, Rule
+
+_NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
+
+
+def describe_parameters(groups: Iterable[tuple[Group, Rule]], values: bool) -> tuple[str, ...]:
+    """A line per parameter, and per group where its words lie; with `values` also a digest of each parameter."""
+    lines = []
+    for group, rule in groups:
+        names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
+        for name, p, splits in zip(names, group["params"], group["splits"], strict=True):
+            digest = f", values {_digest(p)}" if values else ""  # replicas that start apart would stay apart
+            lines.append(f"{name} {tuple(p.shape)} {p.dtype} {tuple(splits)} {rule.name}{digest}")
+        lines.append(f"positions {group.get('positions')}")
+    return tuple(lines)
+
+
+def describe_options(groups: Iterable[Group]) -> tuple[str, ...]:
+    """A line per group with all that decides a step."""
+    return tuple(
+        ", ".join(f"{key}={group[key]}" for key in sorted(group) if key not in _NOT_OPTIONS) for group in groups
+    )
+
+
+def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse a state of another method, other parameters or other shapes before anything is changed."""
+    ours, theirs = optimizer.param_groups, state_dict["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(f"a state of groups with {sizes[1]} parameters", f"{sizes[0]}")
+    for mine, saved in zip(ours, theirs, strict=True):
+        if mine.keys() != saved.keys() or mine.get("names") != saved.get("names"):
+            differ = sorted(mine.keys() ^ saved.keys()) or "names"
+            raise ConfigError(f"a state of another method or other parameters ({differ})", "this optimizer's own")
+        for p, key in zip(mine["params"], saved["params"], strict=True):
+            found = {name: tuple(value.shape) for name, value in state_dict["state"].get(key, {}).items()}
+            wanted = {name: tuple(value.shape) for name, value in optimizer.state[p].items()}
+            fits = all(shape[-p.dim() :] == wanted.get(name, ())[-p.dim() :] for name, shape in found.items() if shape)
+            if found.keys() != wanted.keys() or not fits:
+                raise ConfigError(f"a state with {found}", f"{wanted}", "use the options it was saved with")
+
+
+def mean_state(states: Sequence[Tensor]) -> Tensor:
+    """The rule for another number of workers: everyone continues with the mean of what the saved ones had."""
+    return torch.stack([state.float() for state in states]).mean(0).to(states[0].dtype)
+
+
+def _digest(p: Tensor) -> str:
+    octets = p.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(octets.data, digest_size=8).hexdigest()

@@ -1,0 +1,75 @@
+"""What one worker refuses, or has otherwise than the others, is told to all of them: nobody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.harness import run_ranks
+from thinwire.errors import ConfigError
+
+
+def said(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def work(rank: int) -> dict[str, str]:
+    import torch.distributed as dist
+
+    import thinwire
+
+    group = dist.group.WORLD
+    words = {"complex": said(lambda: thinwire.majority_vote(torch.ones(3) * (1j if rank else 1), group))}
+
+    def stepped(p: nn.Parameter, **options: Any) -> str:
+        return said(thinwire.Signum([p], group=group, **options).step)
+
+    p = nn.Parameter(torch.ones(5, 3))
+    p.grad = torch.ones(5, 3).to_sparse() if rank else torch.ones(5, 3)
+    words["sparse"] = stepped(p)
+    p.grad = torch.ones(5, 3)
+    words["buckets"] = stepped(p, bucket_elements=1 if rank else 9)
+    words["rates"] = stepped(p, lr=0.1 if rank else 0.2)
+    words["alike"] = stepped(p)
+    apart = nn.Parameter(torch.full((5, 3), float(rank)))
+    apart.grad = torch.ones(5, 3)
+    words["values"] = stepped(apart)
+    p.grad = torch.full((5, 3), 2e38)
+    thinwire.Muon([p], group=group).step()
+    words["large"] = "finite" if bool(p.isfinite().all()) else "not finite"
+    before = threading.active_count()
+    for _ in range(5):
+        thinwire.majority_vote(torch.ones(3), group)
+    words["threads"] = str(threading.active_count() - before)
+    return words
+
+
+@pytest.fixture(scope="module")
+def words() -> list[dict[str, str]]:
+    return run_ranks(2, work, deadline_s=60)
+
+
+@pytest.mark.parametrize(
+    ("what", "ours", "theirs"),
+    [
+        ("complex", "input that worker 1 refused", "a vote on torch.strided torch.complex64"),
+        ("sparse", "input that worker 1 refused", "sparse gradients"),
+        ("buckets", "bucket_elements=1, there bucket_elements=9", "bucket_elements=1"),
+        ("rates", "entry 1 is lr=0.1, there lr=0.2", "lr=0.1"),
+        ("values", "values", "values"),
+        ("alike", "nothing", "nothing"),
+        ("large", "finite", "finite"),
+        ("threads", "0", "0"),
+    ],
+)
+def test_all_workers_are_told(words: list[dict[str, str]], what: str, ours: str, theirs: str) -> None:
+    assert ours in words[0][what] and theirs in words[1][what], [one[what] for one in words]
