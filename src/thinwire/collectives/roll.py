@@ -111,8 +111,8 @@ def disagreement(headers: Sequence[Header], texts: Sequence[Sequence[str]]) -> C
 
 
 def _apart(text: str, other: str) -> str:
-    """What of a comma-separated entry the other one does not have, or all of it."""
-    return ", ".join(part for part in text.split(", ") if part not in other.split(", ")) or text
+    """What of an entry of several parts the other one does not have, or all of it."""
+    return "; ".join(part for part in text.split("; ") if part not in other.split("; ")) or text
 
 
 def _show(value: Any) -> str:

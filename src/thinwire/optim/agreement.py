@@ -21,7 +21,7 @@ def describe_parameters(groups: Iterable[tuple[Group, Rule]], values: bool) -> t
     for group, rule in groups:
         names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
         for name, p, splits in zip(names, group["params"], group["splits"], strict=True):
-            digest = f", values {_digest(p)}" if values else ""  # replicas that start apart would stay apart
+            digest = f"; values {_digest(p)}" if values else ""  # replicas that start apart would stay apart
             lines.append(f"{name} {tuple(p.shape)} {p.dtype} {tuple(splits)} {rule.name}{digest}")
         lines.append(f"positions {group.get('positions')}")
     return tuple(lines)
@@ -30,7 +30,7 @@ def describe_parameters(groups: Iterable[tuple[Group, Rule]], values: bool) -> t
 def describe_options(groups: Iterable[Group]) -> tuple[str, ...]:
     """A line per group with all that decides a step."""
     return tuple(
-        ", ".join(f"{key}={group[key]}" for key in sorted(group) if key not in _NOT_OPTIONS) for group in groups
+        "; ".join(f"{key}={group[key]}" for key in sorted(group) if key not in _NOT_OPTIONS) for group in groups
     )
 
 
