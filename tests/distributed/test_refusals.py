@@ -42,7 +42,8 @@ def work(rank: int) -> dict[str, str]:
     words["alike"] = stepped(p)
     apart = nn.Parameter(torch.full((5, 3), float(rank)))
     apart.grad = torch.ones(5, 3)
-    words["values"] = stepped(apart)
+    optimizer = thinwire.Signum([apart], group=group)
+    words["values"], words["values again"] = said(optimizer.step), said(optimizer.step)
     p.grad = torch.full((5, 3), 2e38)
     thinwire.Muon([p], group=group).step()
     words["large"] = "finite" if bool(p.isfinite().all()) else "not finite"
@@ -66,6 +67,7 @@ def words() -> list[dict[str, str]]:
         ("buckets", "bucket_elements=1, there bucket_elements=9", "bucket_elements=1"),
         ("rates", "entry 1 is lr=0.1, there lr=0.2", "lr=0.1"),
         ("values", "values", "values"),
+        ("values again", "values", "values"),
         ("alike", "nothing", "nothing"),
         ("large", "finite", "finite"),
         ("threads", "0", "0"),

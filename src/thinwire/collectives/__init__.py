@@ -82,8 +82,7 @@ def majority_vote(
             what = f"{signs.layout} {signs.dtype}" if isinstance(signs, Tensor) else type(signs).__name__
             raise ConfigError(f"a vote on {what}", "dense tensors of real numbers")
     except ConfigError:
-        device = signs.device if isinstance(signs, Tensor) else torch.device("cpu")
-        workers.refuse(Subject(("signs",), 0, step=step, seed=seed), device)
+        workers.refuse(signs.device if isinstance(signs, Tensor) else torch.device("cpu"))
         raise
     subject = Subject(
         layout=(f"signs {tuple(signs.shape)}",), num_elements=signs.numel(), step=step, seed=seed,

@@ -100,10 +100,10 @@ class Workers:
         """
         return Pending(self, self._call(subject, abstaining, present, device)).result()
 
-    def refuse(self, subject: rolls.Subject, device: torch.device) -> None:
+    def refuse(self, device: torch.device) -> None:
         """Let all others know that this worker has refused its input, so that they do not wait for it."""
         if self.is_networked:
-            row = torch.frombuffer(bytearray(subject.header(rolls.REFUSES)), dtype=torch.uint8).to(device)
+            row = torch.frombuffer(bytearray(rolls.Subject((), 0).header(rolls.REFUSES)), dtype=torch.uint8).to(device)
             Pending(self, self.all_gather(row, "vote_header")).result()
 
     def _call(

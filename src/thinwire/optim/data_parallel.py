@@ -196,13 +196,14 @@ class DataParallel(torch.optim.Optimizer):
         try:
             gradients = self._gradients()
         except ConfigError:
-            self.workers.refuse(self._subject(), self._parameters()[0].device)
+            self.workers.refuse(self._parameters()[0].device)
             raise
         present = [[g is not None for g in own] for own in gradients]
         limit = self._largest_gradient()
         abstaining = [i in self._abstaining or not is_finite(own, limit) for i, own in enumerate(gradients)]
         self._abstaining.clear()
         roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
+        self._met = True
         if not roll.voters:
             return loss
         moving = [roll.anybody(i) for i in range(len(present[0]))]
@@ -259,7 +260,6 @@ class DataParallel(torch.optim.Optimizer):
 
     def _subject(self) -> Subject:
         checks_values = self.workers.is_networked and not self._met
-        self._met = True
         rules = [(group, self._rule(group)) for group in self.param_groups]
         layout, options = describe_parameters(rules, checks_values), describe_options(self.param_groups)
         elements = sum(p.numel() for p in self._parameters())
