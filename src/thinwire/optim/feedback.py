@@ -15,15 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.optim.matrices import row_blocks
+
 
 def add_feedback(direction: Tensor, error: Tensor, splits: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Return `(p, s)`, p in the shape of `direction`, s `(number of logical matrices,)`; updates `error` in place."""
     total = torch.where(direction != 0, direction.float() + error, 0.0)
-    rows = list(splits) if splits and total.dim() else [total.size(0) if total.dim() else 1]
     sizes = []
-    for part, left in zip(
-        total.split(rows) if total.dim() else [total], error.split(rows) if total.dim() else [error], strict=True
-    ):
+    for part, left in zip(row_blocks(total, splits), row_blocks(error, splits), strict=True):
         size = part.abs().mean()
         left.copy_(torch.where(part != 0, part - size * part.sign(), left))
         sizes.append(size)

@@ -12,13 +12,17 @@ from thinwire.errors import ConfigError
 from thinwire.polar import POLAR_EXPRESS, Coefficients, batch_size, polar
 
 
+def row_blocks(tensor: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
+    """View a tensor of any dimension as the blocks of rows fused in it; without splits, as one."""
+    return list(tensor.split(list(splits))) if splits else [tensor]
+
+
 def logical_matrices(tensor: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
     """View a weight (or what belongs to it) as the matrices it consists of: `(O, I)` each.
 
     `splits` are the row counts of fused matrices; further dimensions (convolutions) count as input.
     """
-    flat = tensor.flatten(1)
-    return list(flat.split(list(splits))) if splits else [flat]
+    return row_blocks(tensor.flatten(1), splits)
 
 
 def orthogonalise(matrices: Sequence[Tensor], coefficients: Coefficients | str = POLAR_EXPRESS) -> list[Tensor]:

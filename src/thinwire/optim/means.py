@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from thinwire.optim.matrices import check_matrix, logical_matrices, orthogonalise
+from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors
 from thinwire.optim.rule import Group, Slot, Wire, check_rates, zeros_like
 from thinwire.optim.spel import check_frame, spel_update
 
@@ -50,12 +50,11 @@ class MuonRule(_Averaged):
             m, g = slot.state["momentum"], gradient.to(slot.state["momentum"].dtype)
             m.lerp_(g, 1 - group["momentum"])
             directions.append(torch.lerp(g, m, group["momentum"]) if group["nesterov"] else m)
-        matrices = [m for d, slot in zip(directions, slots, strict=True) for m in logical_matrices(d, slot.splits)]
-        factors = iter(orthogonalise(matrices, group["coefficients"]))
-        for slot in slots:
+        factors = polar_factors(directions, [slot.splits for slot in slots], group["coefficients"])
+        for slot, factor in zip(slots, factors, strict=True):
             p = slot.parameter
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            parts = [next(factors) for _ in logical_matrices(p, slot.splits)]
+            parts = logical_matrices(factor, slot.splits)
             update = torch.cat([max(1.0, part.size(0) / part.size(1)) ** 0.5 * part for part in parts])
             p.sub_(update.view(p.shape), alpha=group["lr"])
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors
-from thinwire.optim.rule import Group, Slot, Wire, check_rates, zeros_like
+from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors, row_blocks
+from thinwire.optim.rule import Group, Slot, Wire, check_rates, state_dtype, zeros_like
 
 Scale = Literal["none", "fan_in", "sqrt_mn", "rms"]
 SCALES: tuple[Scale, ...] = ("none", "fan_in", "sqrt_mn", "rms")
@@ -50,7 +50,7 @@ def shape_factor(scale: Scale, rows: int, columns: int, *, is_polar: bool) -> fl
 
 def decayed(gradient: Tensor, p: Tensor, group: Group) -> Tensor:
     """The gradient in the momentum's dtype, with coupled decay where the group has it."""
-    g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    g = gradient.to(state_dtype(gradient))
     return g.add(p.to(g.dtype), alpha=group["weight_decay"]) if _couples(group) else g
 
 
@@ -67,17 +67,8 @@ def take_vote(
         p = slot.parameter
         if group["weight_decay"] and not _couples(group) and bool(update.any()):  # nobody voted: it stays
             p.mul_(1 - lr * group["weight_decay"])
-        if p.dim() < 2:
-            parts, moves = [p], [update]
-        else:
-            parts, moves = _parts(p, slot.splits), _parts(update, slot.splits)
-        for part, move, f in zip(parts, moves, factor, strict=True):
+        for part, move, f in zip(row_blocks(p, slot.splits), row_blocks(update, slot.splits), factor, strict=True):
             part.sub_((move * f if isinstance(f, Tensor) or f != 1 else move).to(p.dtype), alpha=lr)
-
-
-def _parts(tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
-    """Views of the rows of each logical matrix; for strided convolution filters, too."""
-    return list(tensor.split(list(splits))) if splits else [tensor]
 
 
 class SignMuonRule:
