@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.bits import num_words
 from thinwire.optim.feedback import add_feedback
-from thinwire.optim.rule import Group, Rule, Slot, Wire
+from thinwire.optim.rule import Group, Rule, Slot, Wire, has_feedback
 
 Gradients = list[Tensor | None]  # of one worker, in the order of the optimizer's parameters
 
@@ -27,18 +27,11 @@ class Bucket:
     parameters: list[Tensor] = field(default_factory=list)
     splits: list[Sequence[int]] = field(default_factory=list)
 
-    def gradients(self, own: Gradients) -> list[Tensor]:
-        """One worker's gradients, zero where it has none."""
-        found = [own[i] for i in self.indices]
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.parameters, strict=True)]
 
-
-def make_buckets(
-    groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int
-) -> dict[Wire, list[Bucket]]:
+def make_buckets(groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int) -> list[Bucket]:
     """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger.
 
-    Words are counted as they come, or as a group's `positions` say (by parameter), so that ties are broken alike
+    What is averaged comes first: it needs no computing, and the most bytes. Words are counted as they come, or as a group's `positions` say (by parameter), so that ties are broken alike
     however a model is cut into stages.
     """
     buckets: dict[Wire, list[Bucket]] = {"vote": [], "mean": []}
@@ -57,21 +50,22 @@ def make_buckets(
                 size += p.numel()
                 first_word += num_words(p.numel()) if rule.wire == "vote" else 0
             index += 1
-    return buckets
+    return [*buckets["mean"], *buckets["vote"]]
 
 
 def directions(bucket: Bucket, slots: Sequence[Slot], own: Gradients) -> tuple[list[Tensor], list[Tensor]]:
     """One worker's directions, zero where it has no gradient, and with error feedback the sizes of its matrices."""
-    feedback = bucket.group.get("feedback", False)
-    result = [torch.zeros_like(p, dtype=torch.float32) for p in bucket.parameters]
+    feedback = has_feedback(bucket.rule, bucket.group)
     sizes = [torch.zeros(max(1, len(slot.splits)), device=slot.parameter.device) for slot in slots] if feedback else []
     having = [(k, g) for k, i in enumerate(bucket.indices) if (g := own[i]) is not None]
     found = bucket.rule.directions([slots[k] for k, _ in having], [g for _, g in having], bucket.group)
-    for (k, _), direction in zip(having, found, strict=True):
-        result[k] = direction
-        if feedback:
-            result[k], sizes[k] = add_feedback(direction, slots[k].state["feedback"], slots[k].splits)
-    return result, sizes
+    result = {k: direction for (k, _), direction in zip(having, found, strict=True)}
+    for k in result if feedback else ():
+        result[k], sizes[k] = add_feedback(result[k], slots[k].state["feedback"], slots[k].splits)
+    for k, p in enumerate(bucket.parameters):
+        if k not in result:
+            result[k] = torch.zeros_like(p, dtype=torch.float32)
+    return [result[k] for k in range(len(slots))], sizes
 
 
 def is_finite(gradients: Gradients, limit: float = math.inf) -> bool:

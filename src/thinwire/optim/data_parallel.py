@@ -40,7 +40,7 @@ from thinwire.link import Link
 from thinwire.optim.agreement import check_loadable, describe_options, describe_parameters, mean_state
 from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
 from thinwire.optim.local_gradients import check_local
-from thinwire.optim.rule import Group, Rule, Slot
+from thinwire.optim.rule import Group, Rule, Slot, has_feedback
 from thinwire.wire import Ledger
 
 _log = logging.getLogger("thinwire")
@@ -118,7 +118,7 @@ class DataParallel(torch.optim.Optimizer):
 
     def _new_state(self, rule: Rule, p: Tensor, group: Group) -> dict[str, Tensor]:
         state = rule.state(p, group)
-        if rule.wire == "vote" and group.get("feedback"):
+        if has_feedback(rule, group):
             state["feedback"] = torch.zeros_like(p, dtype=torch.float32)
         copies = len(self.workers.here) if rule.wire == "vote" else 1
         return state if copies == 1 else {key: torch.stack([value] * copies) for key, value in state.items()}
@@ -208,13 +208,9 @@ class DataParallel(torch.optim.Optimizer):
             return loss
         moving = [roll.anybody(i) for i in range(len(present[0]))]
         rules = [(group, self._rule(group)) for group in self.param_groups]
-        buckets = make_buckets(rules, moving, self.bucket_elements)
         flights: list[tuple[Bucket, list[Pending[list[Tensor]]]]] = []
-        for bucket in buckets["mean"]:
-            own_gradients = [bucket.gradients(own) for own in gradients]
-            flights.append((bucket, [mean(self.workers, roll, own_gradients, bucket.group["wire_dtype"])]))
-        for bucket in buckets["vote"]:
-            started = self._cast(bucket, gradients, roll)
+        for bucket in make_buckets(rules, moving, self.bucket_elements):
+            started = self._contribute(bucket, gradients, roll)
             for _, earlier in flights:
                 for pending in earlier:
                     pending.advance()
@@ -282,17 +278,18 @@ class DataParallel(torch.optim.Optimizer):
         states = [self.state[p] if shared else self.worker_state(p, here) for p in bucket.parameters]
         return [Slot(p, rows, state) for p, rows, state in zip(bucket.parameters, bucket.splits, states, strict=True)]
 
-    def _cast(self, bucket: Bucket, gradients: Sequence[Gradients], roll: Roll) -> list[Pending[list[Tensor]]]:
-        """Compute the directions of the workers here and start their vote; with error feedback also their sizes."""
+    def _contribute(self, bucket: Bucket, gradients: Sequence[Gradients], roll: Roll) -> list[Pending[list[Tensor]]]:
+        """Compute the workers' directions here and start their exchange, with error feedback also their sizes'."""
         silent: Gradients = [None] * len(roll.present[0])
-        cast = [
+        computed = [
             directions(bucket, self._slots(bucket, here), own if worker in roll.voters else silent)
             for here, (worker, own) in enumerate(zip(self.workers.here, gradients, strict=True))
         ]
+        found, sizes = [mine for mine, _ in computed], [size for _, size in computed]
+        if bucket.rule.wire == "mean":
+            return [mean(self.workers, roll, found, bucket.group["wire_dtype"])]
         moment = Moment(self.seed, bucket.group["steps"], bucket.first_word)
-        transport = self._transport()
-        signs, sizes = [mine for mine, _ in cast], [size for _, size in cast]
-        started = [vote(self.workers, roll, signs, transport=transport, ties=self.ties, moment=moment)]
+        started = [vote(self.workers, roll, found, transport=self._transport(), ties=self.ties, moment=moment)]
         return [*started, mean(self.workers, roll, sizes, torch.float32)] if sizes[0] else started
 
     def _apply(self, bucket: Bucket, exchanged: Sequence[Pending[list[Tensor]]]) -> None:

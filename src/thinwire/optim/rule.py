@@ -44,6 +44,11 @@ class Rule(Protocol):
         """Move the parameters by what was decided. `sizes[i]`: with error feedback, the mean size of each matrix."""
 
 
+def has_feedback(rule: Rule, group: Group) -> bool:
+    """Whether a group's directions get what the signs left out; options are every group's, means leave nothing out."""
+    return rule.wire == "vote" and bool(group.get("feedback"))
+
+
 def state_dtype(p: Tensor) -> torch.dtype:
     """Of momenta: float32, or float64 for float64."""
     return torch.promote_types(p.dtype, torch.float32)
