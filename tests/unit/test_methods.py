@@ -14,6 +14,10 @@ from torch import Tensor, nn
 import thinwire
 from thinwire.errors import ConfigError
 from thinwire.optim import METHODS, DataParallel, SignMuon, build_optimizers, param_groups
+from thinwire.optim.buckets import make_buckets
+from thinwire.optim.means import AdamWRule
+from thinwire.optim.rule import Rule
+from thinwire.optim.signs import SignumRule
 
 LR = 0.01
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -324,3 +328,11 @@ def test_a_worker_without_any_gradient_is_missed() -> None:
 def test_means_travel_in_floating_point() -> None:
     with pytest.raises(ConfigError, match=r"means in torch\.int8"):
         thinwire.SignMuon([nn.Parameter(torch.ones(2, 2))], aux_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(("rule", "buckets"), [(AdamWRule(), 1), (SignumRule(), 2)])
+def test_positions_part_only_what_is_voted_on(rule: Rule, buckets: int) -> None:
+    group = {"params": [nn.Parameter(torch.zeros(70)) for _ in range(3)], "splits": [()] * 3, "positions": [10, 12, 99]}
+    made = make_buckets([(group, rule)], [True] * 3, 1 << 20)
+    assert len(made) == buckets and [i for bucket in made for i in bucket.indices] == [0, 1, 2]
+    assert [bucket.first_word for bucket in made] == ([10, 99] if buckets == 2 else [0])

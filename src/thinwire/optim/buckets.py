@@ -31,8 +31,8 @@ class Bucket:
 def make_buckets(groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int) -> list[Bucket]:
     """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger.
 
-    What is averaged comes first: it needs no computing, and the most bytes. Words are counted as they come, or as a group's `positions` say (by parameter), so that ties are broken alike
-    however a model is cut into stages.
+    What is averaged comes first: it needs no computing, and the most bytes. Words are counted as they come, or as a
+    group's `positions` say (by parameter), so that ties are broken alike however a model is cut into stages.
     """
     buckets: dict[Wire, list[Bucket]] = {"vote": [], "mean": []}
     index = first_word = 0
@@ -40,15 +40,15 @@ def make_buckets(groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], b
         size, made = math.inf, buckets[rule.wire]
         for k, (p, splits) in enumerate(zip(group["params"], group["splits"], strict=True)):
             if moving[index]:
-                position = group["positions"][k] if "positions" in group else first_word
-                if size + p.numel() > bucket_elements or position != first_word:
-                    made.append(Bucket(group, rule, position))
-                    size, first_word = 0, position
+                word = group["positions"][k] if "positions" in group and rule.wire == "vote" else first_word
+                if size + p.numel() > bucket_elements or word != first_word:
+                    made.append(Bucket(group, rule, word))
+                    size = 0
                 made[-1].indices.append(index)
                 made[-1].parameters.append(p)
                 made[-1].splits.append(splits)
                 size += p.numel()
-                first_word += num_words(p.numel()) if rule.wire == "vote" else 0
+                first_word = word + (num_words(p.numel()) if rule.wire == "vote" else 0)
             index += 1
     return [*buckets["mean"], *buckets["vote"]]
 

@@ -279,7 +279,7 @@ class DataParallel(torch.optim.Optimizer):
         return [Slot(p, rows, state) for p, rows, state in zip(bucket.parameters, bucket.splits, states, strict=True)]
 
     def _contribute(self, bucket: Bucket, gradients: Sequence[Gradients], roll: Roll) -> list[Pending[list[Tensor]]]:
-        """Compute the workers' directions here and start their exchange, with error feedback also their sizes'."""
+        """Start the exchange of the directions of the workers here, with error feedback also of their sizes."""
         silent: Gradients = [None] * len(roll.present[0])
         computed = [
             directions(bucket, self._slots(bucket, here), own if worker in roll.voters else silent)
