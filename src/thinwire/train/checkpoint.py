@@ -161,17 +161,20 @@ def save(run: Path, step: int, state: dict[str, Any], values: dict[str, Tensor],
 
 def without_workers(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is not bound to the number of workers."""
-    return {name: value for name, value in values.items() if not name.startswith(("worker/", "rng/"))}
+    return {name: value for name, value in values.items() if not _is_own(name)}
 
 
 def load_mean_of_workers(checkpoint: Path, values: dict[str, Tensor], saved: int, place: Place) -> None:
-    """Fill the workers' own tensors among `values` with the means over those of the `saved` workers."""
+    """Fill the workers' own tensors among `values` with the means over those of the `saved` workers.
+
+    For a checkpoint from which `load` has taken the rest: its shards are not checked again.
+    """
     mine = {name: value for name, value in values.items() if name.startswith("worker/")}
     sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in mine.items()}
     for worker in range(saved):
         names = {name: "/".join(["worker", str(worker), *name.split("/")[2:]]) for name in mine}
         loaded = {theirs: torch.empty_like(mine[name]) for name, theirs in names.items()}
-        load(checkpoint, loaded, place)
+        _read(checkpoint, loaded, place)
         for name, theirs in names.items():
             sums[name] += loaded[theirs]
     for name, value in mine.items():
@@ -185,7 +188,7 @@ def _write_shards(folder: Path, values: dict[str, Tensor], place: Place) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process: torch warns that it saves without a group
         save_distributed(
-            {name: value.contiguous() for name, value in values.items() if _saves(name, place)},
+            {name: value.contiguous() for name, value in values.items() if place.replica == 0 or _is_own(name)},
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             process_group=place.group,
             no_dist=place.group is None,
@@ -193,9 +196,9 @@ def _write_shards(folder: Path, values: dict[str, Tensor], place: Place) -> None
     _barrier(place)
 
 
-def _saves(name: str, place: Place) -> bool:
-    """Replicas hold the same model: the first one saves it, and each what is its own."""
-    return place.replica == 0 or name.startswith(("worker/", "rng/"))
+def _is_own(name: str) -> bool:
+    """Whether a tensor belongs to one worker or process. Replicas hold the same of everything else."""
+    return name.startswith(("worker/", "rng/"))
 
 
 def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
@@ -204,10 +207,14 @@ def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
     Raises:
         ConfigError: a shard is damaged, or tensors are missing or have other shapes.
     """
+    _check_shards(checkpoint, read_state(checkpoint)["shards"], place)
+    _read(checkpoint, values, place)
+
+
+def _read(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-    _check_shards(checkpoint, read_state(checkpoint)["shards"], place)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -128,13 +128,12 @@ class Trainer:
         state = checkpoint.read_state(path)
         checkpoint.check_resumable(path, state, self.config, self.parts.work.digest)
         values = self._tensors()
-        if state["replicas"] != self.config.dp.replicas:
-            values = checkpoint.without_workers(values)
-        checkpoint.load(path, values, self.place)
-        if state["replicas"] != self.config.dp.replicas:
-            self._take_over(path, state["replicas"])
-        else:
+        if state["replicas"] == self.config.dp.replicas:
+            checkpoint.load(path, values, self.place)
             torch.set_rng_state(values[f"rng/{self.place.rank}"])
+        else:
+            checkpoint.load(path, checkpoint.without_workers(values), self.place)
+            self._take_over(path, values, state["replicas"])
         for optimizer in self.parts.optimizers:
             for group in optimizer.param_groups:
                 group["steps"] = state["optimizer_steps"]
@@ -264,9 +263,9 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         return checkpoint.tensors(self.parts.stages, self.engine.sync, self.parts.optimizers, self.place)
 
-    def _take_over(self, path: Path, saved: int) -> None:
+    def _take_over(self, path: Path, values: dict[str, Tensor], saved: int) -> None:
         """The rule for another number of replicas: every worker starts with the mean of the saved workers' state."""
-        checkpoint.load_mean_of_workers(path, self._tensors(), saved, self.place)
+        checkpoint.load_mean_of_workers(path, values, saved, self.place)
         if self.place.is_main:
             _log.warning(
                 "checkpoint of %d replicas, now %d: each starts with the mean of the saved momenta and feedback",
