@@ -34,6 +34,7 @@ IMAGE_COLUMN, LABEL_COLUMN = "img", "label"
 TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_BATCHES = ("test_batch",)
 _ORIGINAL_FOLDER = "cifar-10-batches-py"
+_PARQUET = ".parquet"
 _ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar")
 _MAX_BATCH_BYTES = 64 << 20  # twice an original batch: an archive shall not unpack to anything
 _LAYOUTS = "a folder with train*.parquet and test*.parquet, or the original batches as a folder or .tar.gz"
@@ -98,18 +99,27 @@ def load_cifar10(source: str | Path) -> tuple[Images, Images]:
         ConfigError: missing files or columns, damaged images, labels out of range, or a batch that wants more
             than plain data.
     """
+    path, files = Path(source).expanduser(), cifar10_files(source)
+    if not files:
+        raise ConfigError(f"image source {str(source)!r}", _LAYOUTS, "correct the path")
+    if files == [path]:
+        return _load_batches(_Archive(path))
+    if files[0].suffix != _PARQUET:
+        return _load_batches(_Folder(files[0].parent))
+    train, test = (_parquet_part(path, files, part) for part in ("train", "test"))
+    return train, test
+
+
+def cifar10_files(source: str | Path) -> list[Path]:
+    """The files that make up a source of `load_cifar10`; none where it is not one."""
     path = Path(source).expanduser()
     if path.is_file() and path.name.endswith(_ARCHIVE_SUFFIXES):
-        return _load_batches(_Archive(path))
-    if path.is_dir():
-        for folder in (path, path / _ORIGINAL_FOLDER):
-            if any((folder / name).exists() for name in (*TRAIN_BATCHES, *TEST_BATCHES)):
-                return _load_batches(_Folder(folder))
-        files = sorted(path.rglob("*.parquet"))
-        if files:
-            train, test = (_parquet_part(path, files, part) for part in ("train", "test"))
-            return train, test
-    raise ConfigError(f"image source {str(source)!r}", _LAYOUTS, "correct the path")
+        return [path]
+    for folder in (path, path / _ORIGINAL_FOLDER):
+        batches = [folder / name for name in (*TRAIN_BATCHES, *TEST_BATCHES) if (folder / name).exists()]
+        if batches:
+            return batches
+    return sorted(path.rglob(f"*{_PARQUET}")) if path.is_dir() else []
 
 
 def _images(place: str, parts: Sequence[tuple[Pixels, Tensor]]) -> Images:

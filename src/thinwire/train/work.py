@@ -21,8 +21,8 @@ from thinwire.data import (
     TokenData,
     bits_per_byte,
     evaluation_batches,
-    load_cifar10,
     prepare,
+    prepare_cifar10,
     validation_windows,
 )
 from thinwire.errors import ConfigError
@@ -128,7 +128,7 @@ def load(config: Config) -> Work:
                 f"data.source=stdlib for a {config.model.family}", "CIFAR-10: a folder of parquet files, or an archive",
                 "set data.source",
             )  # fmt: skip
-        return Pictures(*load_cifar10(config.data.source))
+        return Pictures(*prepare_cifar10(config.data.source))
     return Text(prepare(config.data.source, config.vocab_size, text_column=config.data.text_column))
 
 
