@@ -53,6 +53,18 @@ def test_accuracy_is_measured(run: Path) -> None:
     assert 0 <= last["val_accuracy"] <= 100 and first["step"] == 2
     done = command(run.parent, "eval", str(run))
     assert done.returncode == 0 and f"val_accuracy {last['val_accuracy']:.4f}" in done.stdout, done.stdout + done.stderr
+    assert f"val_loss {last['val_loss']:.4f}" in done.stdout, "evaluated with other running statistics than were saved"
+
+
+def test_emulated_replicas_are_the_same_run(run: Path, cifar: Path, tmp_path: Path) -> None:
+    done = train(tmp_path, "--name", "twin", "--data.source", str(cifar), "--dp.emulate")
+    assert done.returncode == 0, done.stderr
+    old, new = (tensors(one / "checkpoints" / "step-00000004") for one in (run, tmp_path / "twin"))
+    names = [name for name in old if name.startswith("model/")]
+    assert any("running_mean" in name for name in names)
+    assert [name for name in names if not torch.equal(old[name], new[name])] == []
+    losses = [[line["val_loss"] for line in lines(one / "evals.jsonl")] for one in (run, tmp_path / "twin")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6), "replicas evaluate with the first one's statistics"
 
 
 def test_a_resumed_run_sees_the_same_pictures(run: Path, cifar: Path, tmp_path: Path) -> None:
@@ -71,6 +83,7 @@ def test_a_resumed_run_sees_the_same_pictures(run: Path, cifar: Path, tmp_path: 
         ([], "data.source=stdlib for a resnet18"),
         (["--pipeline.stages", "2", "--pipeline.microbatches", "2"], "2 stages of a resnet18"),
         (["--model.width", "0"], "width=0"),
+        (["--model.seq-len", "64"], "model.seq_len, which has no effect with resnet18"),
     ],
 )
 def test_what_does_not_fit_is_told(tmp_path: Path, words: list[str], said: str) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.pipeline import Engine
+from thinwire.train import running
 from thinwire.train.config import Config
 from thinwire.train.place import Place
 from thinwire.train.work import IGNORED, Loss, Work
@@ -31,6 +32,7 @@ class Validation:
         loss = engine.loss
         assert isinstance(loss, Loss)
         loss.hits = 0.0
+        running.share(engine.stages, self.place.replica_group)
         nats = 0.0
         for stage in engine.stages:
             stage.eval()

@@ -23,7 +23,7 @@ from thinwire.link import Link
 from thinwire.optim import clip_gradients, gradient_square_sum, lr_factor, set_lr
 from thinwire.pipeline import frames
 from thinwire.stiefel import orthogonality_error
-from thinwire.train import checkpoint, replicas
+from thinwire.train import checkpoint, replicas, running
 from thinwire.train.build import build
 from thinwire.train.config import Config
 from thinwire.train.evaluate import Validation
@@ -156,7 +156,10 @@ class Trainer:
         began = time.perf_counter()
         inputs, targets = self._pair(self._timed(seconds, "data_s", "reading data", self.batches.next))
         shares = list(zip(inputs.chunk(config.dp.replicas), targets.chunk(config.dp.replicas), strict=True))
-        all_replicas = [one for share in self._mine(shares) for one in self._gradients(share, seconds)]
+        all_replicas: list[tuple[float, float]] = []
+        for replica, share in enumerate(self._mine(shares), self.place.replica):
+            running.follow(self.parts.stages, replica == 0)
+            all_replicas += self._gradients(share, seconds)
         total = sum(loss for loss, _ in all_replicas) / len(all_replicas)
         norm = sum(norm for _, norm in all_replicas) / len(all_replicas)
         factor = lr_factor(self.step, config.train.steps, warmup=config.optim.warmup_steps, decay=config.optim.decay)
