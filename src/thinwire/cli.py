@@ -131,7 +131,7 @@ def _demo(words: list[str]) -> None:
 
 
 def _eval(words: list[str]) -> None:
-    """Evaluate a run's last checkpoint on held-out text, in one process."""
+    """Evaluate a run's last checkpoint on held-out text or pictures, in one process."""
     parser = _parser("eval", _eval)
     parser.add_argument("run", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -88,7 +88,7 @@ def _check_shards(checkpoint: Path, shards: dict[str, str], place: Place) -> Non
 
 
 def check_resumable(path: Path, state: dict[str, Any], config: Config, data_digest: str) -> None:
-    """Refuse a checkpoint of another configuration or other text before anything is loaded.
+    """Refuse a checkpoint of another configuration or other data before anything is loaded.
 
     Raises:
         ConfigError: names the fields that differ.
@@ -101,7 +101,7 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, data_dige
             remedy="leave these as they were, or name another run",
         )
     if state["data_digest"] != data_digest:
-        raise ConfigError(f"checkpoint {path} is of other text", remedy="resume with the text it was trained on")
+        raise ConfigError(f"checkpoint {path} is of other data", remedy="resume with the data it was trained on")
 
 
 def tensors(stages: Sequence[Stage], sync: Sync, optimizers: Sequence[DataParallel], place: Place) -> dict[str, Tensor]:

@@ -41,14 +41,15 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text to train on."""
+    """Text, or pictures for a resnet, to train on. What counts tokens counts pictures there."""
 
     source: str = "stdlib"
-    """stdlib (Python's own standard library), a .txt, .jsonl or .parquet file, a folder or glob of them, or hub:NAME"""
+    """stdlib (Python's own standard library), a .txt, .jsonl or .parquet file, a folder or glob of them, or hub:NAME;
+    for a resnet CIFAR-10: a folder of parquet files, or the original batches as a folder or archive"""
     text_column: str = "text"
     """of .jsonl, .parquet and hub sources"""
     val_tokens: int = 65_536
-    """tokens of held-out documents to evaluate on"""
+    """tokens of held-out documents (pictures of the test set) to evaluate on"""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class TrainConfig:
 
     steps: int = 200
     batch_size: int = 32
-    """sequences per optimizer step, over all accumulation steps and microbatches"""
+    """sequences (pictures) per optimizer step, over all accumulation steps and microbatches"""
     accumulation: int = 1
     """forward and backward passes per optimizer step"""
     seed: int = 1

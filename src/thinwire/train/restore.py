@@ -52,14 +52,14 @@ def evaluate(run: Path) -> dict[str, float]:
     """Return what `Validation` measures of a run's newest checkpoint.
 
     Raises:
-        ConfigError: as `restore`; or the text is another than the run was trained on.
+        ConfigError: as `restore`; or the data are not what the run was trained on.
     """
     config, place, engine, state = restore(run)
     work = load(config)
     if work.digest != state["data_digest"]:
         raise ConfigError(
-            f"text {config.data.source!r} is not what {run} was trained on",
-            "the same text",
+            f"data {config.data.source!r} is not what {run} was trained on",
+            "the same data",
             "restore it, or train anew",
         )
     return Validation(config, work, place).run(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -109,6 +110,7 @@ def _refuse_settings_without_effect(config: Config) -> None:
     ignored = {
         "pipeline.stages_per_rank": pipe.stages_per_rank not in (0, pipe.per_rank),
         **_ignored_by_method(config),
+        **_ignored_by_family(config),
         "codec.name": pipe.stages == 1 and codec.name != "identity",
         "codec.wire_format": pipe.stages == 1 and codec.wire_format != default.codec.wire_format,
         "pipeline.link": pipe.stages == 1 and pipe.link != default.pipeline.link,
@@ -116,13 +118,14 @@ def _refuse_settings_without_effect(config: Config) -> None:
         "codec.frame_gradient": not frames_learn and codec.frame_gradient != default.codec.frame_gradient,
         "optim.frame_ratio": not frames_learn and config.optim.frame_ratio != default.optim.frame_ratio,
         "optim.frame_momentum": codec.name != "mapl" and config.optim.frame_momentum != default.optim.frame_momentum,
-        "data.text_column": config.data.source == "stdlib" and config.data.text_column != default.data.text_column,
+        "data.text_column": config.data.text_column != default.data.text_column
+        and (config.is_pictures or config.data.source == "stdlib"),
     }
     for name, without_effect in ignored.items():
         if without_effect:
             raise ConfigError(
-                f"{name}, which has no effect with {config.optim.method}, {codec.name}, {pipe.schedule}, "
-                f"{pipe.stages} stages and {config.dp.replicas} replicas",
+                f"{name}, which has no effect with {config.model.family}, {config.optim.method}, {codec.name}, "
+                f"{pipe.schedule}, {pipe.stages} stages and {config.dp.replicas} replicas",
                 remedy="leave it out",
             )
 
@@ -139,6 +142,18 @@ def _ignored_by_method(config: Config) -> dict[str, bool]:
         "dp.transport": not votes and dp.aux != "vote" and dp.transport != default.dp.transport,
         "dp.emulate": dp.replicas == 1 and dp.emulate and not config.pipeline.emulate,
         "dp.link": (dp.replicas == 1 or dp.emulate) and dp.link != default.dp.link,
+    }
+
+
+def _ignored_by_family(config: Config) -> dict[str, bool]:
+    default = Config()
+    if not config.is_pictures:
+        return {"model.width": config.model.width != default.model.width}
+    used = ("family", "width", "dtype")
+    sizes = [one.name for one in dataclasses.fields(config.model) if one.name not in used]
+    return {
+        **{f"model.{name}": getattr(config.model, name) != getattr(default.model, name) for name in sizes},
+        "pipeline.balance": config.pipeline.stages == 1 and config.pipeline.balance != default.pipeline.balance,
     }
 
 
