@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from thinwire.optim import METHODS, lr_factor, param_groups, set_lr
 HERE = Path(__file__).parent
 FOLDERS = {task: HERE / f"2026-12-01_signmuon-{task}_2-cores" for task in ("gpt", "cifar10")}
 SEEDS = (0, 1, 2)
+FRESH_SEEDS = (3, 4, 5)  # for what the runs of SEEDS suggested
 TUNING_SEED = 100
 MAX_LOAD = 2.5
 
@@ -76,7 +77,7 @@ class Task:
 
 TASKS = {
     "gpt": Task(steps=300, tuning_steps=120, batch_size=16, seq_len=128, vocab_size=512),
-    "cifar10": Task(steps=400, tuning_steps=150, batch_size=64, width=8),
+    "cifar10": Task(steps=400, tuning_steps=400, batch_size=64, width=8),
 }
 
 
@@ -92,12 +93,14 @@ class Run:
     workers: int = 1
     seed: int = TUNING_SEED
     options: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 0  # 0: the task's
 
     @property
     def name(self) -> str:
         options = "".join(f"_{key}-{value}" for key, value in self.options.items())
         word = self.variant.replace(", ", "-").replace(" ", "-")
-        return f"{self.stage}_{word}{options}_m{self.workers}_lr{self.lr}_aux{self.adamw_lr}_seed{self.seed}"
+        batch = f"_b{self.batch_size}" if self.batch_size else ""
+        return f"{self.stage}_{word}{options}_m{self.workers}{batch}_lr{self.lr}_aux{self.adamw_lr}_seed{self.seed}"
 
 
 def rate(exponent: int) -> float:
@@ -178,6 +181,7 @@ def train(task_name: str, run: Run, data: str) -> dict[str, Any]:
     """One run; a loss that is not finite ends it."""
     torch.set_num_threads(1)
     task = TASKS[task_name]
+    task = replace(task, batch_size=run.batch_size or task.batch_size)
     work = (Prose if task_name == "gpt" else Pictures)(task, data, run.seed)
     work.model.init_weights(run.seed)
     method, options, _ = VARIANTS[run.variant]
@@ -334,9 +338,26 @@ def wanted(task: str, stages: list[str]) -> Iterator[Run]:
             if variant in best:
                 for k in (-1, 0, 1):
                     yield Run("check", variant, best[variant] + k, aux, sizes.steps)
-    if "weak" in stages:
-        for variant in ("signmuon", "muon", "signum"):
-            yield from runs("weak", variant, 16, (0,))
+    if "nesterov" in stages:
+        options = {"nesterov": True}
+        for variant in ("signmuon", "signum"):
+            missing, k = tuned(task, variant, options)
+            yield from missing
+            if k is not None:
+                for seed in FRESH_SEEDS:
+                    for workers in (1, 4):
+                        yield Run("nesterov", variant, k, aux, sizes.steps, workers, seed, options)
+        for seed in FRESH_SEEDS:
+            for workers in (1, 4):
+                for variant in ("muon", "signmuon", "signum"):
+                    yield from runs("nesterov", variant, workers, (seed,))
+    if "weak" in stages:  # a worker's share of the batch stays what it is at M = 4
+        for seed in SEEDS:
+            for workers in (16, 1):
+                for variant in ("signmuon", "muon", "signum")[: 3 if seed == 0 else 2]:
+                    if variant in best:
+                        size = sizes.batch_size // 4 * workers
+                        yield Run("weak", variant, best[variant], aux, sizes.steps, workers, seed, batch_size=size)
 
 
 def sweep(task: str, stages: list[str], data: str, jobs: int, seconds: float) -> None:
@@ -373,19 +394,19 @@ def table(task: str) -> None:
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in records:
         given = tuple(sorted((k, v) for k, v in r["options"].items() if k not in VARIANTS[r["variant"]][1]))
-        key = (r["stage"], r["variant"], given, r["workers"], r["lr"], r["adamw_lr"], r["steps"])
+        key = (r["stage"], r["variant"], given, r["workers"], r["batch_size"], r["lr"], r["adamw_lr"], r["steps"])
         cells.setdefault(key, []).append(r)
     muon = {
-        (r["steps"], r["workers"], r["seed"]): r
+        (r["steps"], r["workers"], r["batch_size"], r["seed"]): r
         for r in records
-        if r["variant"] == "muon" and r["stage"] in ("main", "weak")
+        if r["variant"] == "muon" and r["stage"] in ("main", "weak", "nesterov") and not r["options"]
     }
     rows = []
     for key in sorted(cells, key=lambda key: (key[0], order[key[1]], str(key[2]), *key[3:])):
-        stage, variant, given, workers, lr, adamw_lr, steps = key
+        stage, variant, given, workers, batch_size, lr, adamw_lr, steps = key
         row = {
             "stage": stage, "method": variant, "options": ", ".join(f"{k}={v}" for k, v in given), "workers": workers,
-            "lr": lr, "adamw_lr": adamw_lr, "steps": steps, "seeds": len(cells[key]),
+            "batch_size": batch_size, "lr": lr, "adamw_lr": adamw_lr, "steps": steps, "seeds": len(cells[key]),
         }  # fmt: skip
         for metric in metrics:
             row |= summary(metric, cells[key], muon)
@@ -401,8 +422,9 @@ def table(task: str) -> None:
 def summary(metric: str, runs: list[dict[str, Any]], muon: dict[tuple[int, ...], dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread over seeds, and those of the paired differences to Muon; a run that diverged leaves no number."""
     values = [r[metric] for r in runs if r.get(metric) is not None]
-    pairs = [(r[metric], muon[r["steps"], r["workers"], r["seed"]].get(metric)) for r in runs
-             if r.get(metric) is not None and (r["steps"], r["workers"], r["seed"]) in muon]  # fmt: skip
+    keys = [(r["steps"], r["workers"], r["batch_size"], r["seed"]) for r in runs]
+    pairs = [(r[metric], muon[key].get(metric)) for r, key in zip(runs, keys, strict=True)
+             if r.get(metric) is not None and key in muon]  # fmt: skip
     differences = [mine - theirs for mine, theirs in pairs if theirs is not None]
     row: dict[str, Any] = {}
     for name, numbers in ((metric, values if len(values) == len(runs) else []), (f"{metric}_minus_muon", differences)):
@@ -428,7 +450,8 @@ def markdown(rows: list[dict[str, Any]], metrics: list[str]) -> str:
     titles = {
         "main": "Methods", "cause": "Why Sign-Muon is behind: probes, one seed", "ties": "Ties",
         "rule": "Details of Sign-Muon's rule", "aux": "A vote on all other parameters",
-        "weak": "16 workers, the same batch", "check": "Rates again at full length",
+        "nesterov": "With Nesterov, its rate tuned, on fresh seeds", "weak": "Weak scaling: a worker's share stays",
+        "check": "Rates again at full length",
     }  # fmt: skip
     for stage, title in titles.items():
         chosen = [row for row in rows if row["stage"] == stage]
@@ -441,6 +464,7 @@ def markdown(rows: list[dict[str, Any]], metrics: list[str]) -> str:
         for row in sorted(chosen, key=lambda row: row["workers"]):
             label = row["method"] + (f", {row['options']}" if row["options"] else "")
             label += f", AdamW's lr {row['adamw_lr']:g}" if stage == "aux" else ""
+            label += f", batch {row['batch_size']}" if stage == "weak" else ""
             line = [label, str(row["workers"]), f"{row['lr']:g}", str(row["seeds"])]
             for metric in metrics:
                 digits = 3 if metric == "val_loss" else 1
@@ -483,7 +507,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--data", default="shared/data", help="folder of peps and cifar10")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--stages", default="main,cause,ties,rule,aux,check,weak")
+    parser.add_argument("--stages", default="main,cause,ties,nesterov,rule,aux,check,weak")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run later than this")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
