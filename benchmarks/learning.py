@@ -340,13 +340,12 @@ def wanted(task: str, stages: list[str]) -> Iterator[Run]:
                     yield Run("check", variant, best[variant] + k, aux, sizes.steps)
     if "nesterov" in stages:
         options = {"nesterov": True}
-        for variant in ("signmuon", "signum"):
-            missing, k = tuned(task, variant, options)
-            yield from missing
-            if k is not None:
-                for seed in FRESH_SEEDS:
-                    for workers in (1, 4):
-                        yield Run("nesterov", variant, k, aux, sizes.steps, workers, seed, options)
+        missing, k = tuned(task, "signmuon", options)
+        yield from missing
+        if k is not None:
+            for seed in FRESH_SEEDS:
+                for workers in (1, 4):
+                    yield Run("nesterov", "signmuon", k, aux, sizes.steps, workers, seed, options)
         for seed in FRESH_SEEDS:
             for workers in (1, 4):
                 for variant in ("muon", "signmuon", "signum"):
