@@ -102,7 +102,7 @@ def test_a_killed_replica_is_named(text: Path, tmp_path: Path) -> None:
         (["--dp.replicas", "3"], "for 3 replicas"),
         (["--dp.transport", "pigeon"], "pigeon"),
         (["--optim.scale", "rms", "--optim.method", "muon"], "optim.scale, which has no effect"),
-        (["--dp.emulate", "--dp.link", "1mbit"], "dp.link, which has no effect"),
+        (["--dp.replicas", "1", "--dp.link", "1mbit"], "dp.link, which has no effect"),
         (["--dp.link", "fast"], "fast"),
     ],
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from thinwire.collectives import TIES, TRANSPORTS, Ties, Workers, choose
+from thinwire.collectives import TIES, TRANSPORTS, Ties, Workers, choose, cost
 from thinwire.collectives.cost import AlphaBeta, break_even_bps, cheapest, payload_bytes, probe, seconds, table
 from thinwire.collectives.roll import HEADER_BYTES
 from thinwire.errors import ConfigError
@@ -118,3 +119,20 @@ def test_alone_nothing_is_measured() -> None:
     assert probe(alone, torch.device("cpu")) == AlphaBeta(0, 0)
     assert choose(alone, "auto", 10, "zero", torch.ones(1)) == "packed"
     assert choose(alone, "sum", 10, "zero", torch.ones(1)) == "sum"
+
+
+@pytest.mark.parametrize(
+    ("times", "alpha_s", "bandwidth_bps"),
+    [
+        ({8: 0.02, 1 << 18: 0.12}, 0.01, 8 * 2 * ((1 << 18) - 8) / 0.10),
+        ({8: 0.02, 1 << 18: 0.03, 1 << 22: 0.42}, 0.01, 8 * 2 * ((1 << 22) - 8) / 0.40),
+        ({8: 0.02, 1 << 18: 0.01, 1 << 22: 0.01}, 0.01, math.inf),
+    ],
+    ids=["slow", "fast", "too fast"],
+)
+def test_a_bandwidth_is_measured_or_called_infinite(
+    monkeypatch: pytest.MonkeyPatch, times: dict[int, float], alpha_s: float, bandwidth_bps: float
+) -> None:
+    monkeypatch.setattr(cost, "_timed", lambda workers, num_bytes, device: times[num_bytes])
+    found = probe(SimpleNamespace(size=3, is_networked=True), torch.device("cpu"))  # type: ignore[arg-type]
+    assert found.alpha_s == pytest.approx(alpha_s) and found.bandwidth_bps == pytest.approx(bandwidth_bps)

@@ -22,17 +22,17 @@ import torch
 
 from thinwire.collectives.ballots import Ties
 from thinwire.collectives.roll import HEADER_BYTES
-from thinwire.collectives.votes import TRANSPORTS, Transport
+from thinwire.collectives.votes import TRANSPORTS, Transport, sum_bytes
 from thinwire.collectives.workers import Pending, Workers
 from thinwire.errors import ConfigError
 
-_PROBE_BYTES = 1 << 18
+_PROBE_BYTES = (1 << 18, 1 << 22)  # the second where the first takes no longer than a few bytes
 _PROBE_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A network: seconds per message round, and per byte that a worker sends."""
+    """A network: seconds per message round, and per byte that a worker sends (0: too fast to be measured)."""
 
     alpha_s: float
     beta_s: float
@@ -41,6 +41,11 @@ class AlphaBeta:
     def of(cls, bandwidth_bps: float, latency_s: float = 0.0) -> AlphaBeta:
         """From a link's rate in bits per second and its latency."""
         return cls(latency_s, 8 / bandwidth_bps)
+
+    @property
+    def bandwidth_bps(self) -> float:
+        """Bits per second; infinite where it is too fast to be measured."""
+        return 8 / self.beta_s if self.beta_s > 0 else math.inf
 
 
 def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero") -> float:
@@ -51,11 +56,10 @@ def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero"
     """
     n, m = num_elements, size
     ring = 2 * (m - 1) / m
-    wide = 2 * m + 1 if ties == "owner" else m
     sizes = {
         "packed": ring * n / 8 * (1.5 if ties == "zero" and m % 2 == 0 else 1.0),
         "gather": (m - 1) * n / 8,
-        "sum": ring * n * (1 if wide <= 127 else 4),
+        "sum": ring * n * sum_bytes(m, ties),
         "bf16": ring * 2 * n,
         "fp32": ring * 4 * n,
     }
@@ -92,28 +96,33 @@ def break_even_bps(saved_bytes: float, extra_compute_s: float) -> float:
 
 
 def probe(workers: Workers, device: torch.device) -> AlphaBeta:
-    """Measure the network between the workers: a few all-gathers of 8 bytes, and of a quarter of a MiB.
+    """Measure the network between the workers: a few all-gathers of 8 bytes, and of a quarter of a MiB or four.
 
     All workers return the same: the slowest one's values.
     """
     if not workers.is_networked:
         return AlphaBeta(0.0, 0.0)
-    times = {num_bytes: _timed(workers, num_bytes, device) for num_bytes in (8, _PROBE_BYTES)}
-    alpha_s = times[8] / (workers.size - 1)
-    sent = (workers.size - 1) * (_PROBE_BYTES - 8)
-    mine = torch.tensor([alpha_s, max(times[_PROBE_BYTES] - times[8], 1e-9) / sent], dtype=torch.float64, device=device)
-    everyone = Pending(workers, workers.all_gather(mine, "probe")).result()
-    return AlphaBeta(*everyone.amax(0).tolist())
+    others = workers.size - 1
+    few_s = _timed(workers, 8, device)
+    beta_s = 0.0
+    for num_bytes in _PROBE_BYTES:
+        many_s = _timed(workers, num_bytes, device)
+        beta_s = max(many_s - few_s, 0.0) / (others * (num_bytes - 8))
+        if many_s > 2 * few_s:
+            break
+    return AlphaBeta(few_s / others, beta_s)
 
 
 def _timed(workers: Workers, num_bytes: int, device: torch.device) -> float:
+    """Median seconds of an all-gather, of the slowest worker."""
     row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     samples = []
     for _ in range(_PROBE_ROUNDS + 1):
         began = time.perf_counter()
         Pending(workers, workers.all_gather(row, "probe")).result()
         samples.append(time.perf_counter() - began)
-    return median(samples[1:])  # the first one opens connections
+    mine = torch.tensor([median(samples[1:])], dtype=torch.float64, device=device)  # the first one opens connections
+    return float(Pending(workers, workers.all_gather(mine, "probe")).result().max())
 
 
 def table(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Sequence[tuple[str, float, float]]:

@@ -22,7 +22,7 @@ from thinwire.bits import MAX_VOTERS
 from thinwire.collectives import roll as rolls
 from thinwire.collectives.alarm import is_set, missing
 from thinwire.collectives.in_turn import courier
-from thinwire.errors import ConfigError, PeerError
+from thinwire.errors import ConfigError, PeerError, one_line
 from thinwire.link import Link, LinkQueue, wait_until
 from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
@@ -226,11 +226,10 @@ class Workers:
 
     def failure(self, error: RuntimeError, kind: str) -> Exception:
         """What to raise for an error of torch.distributed: names the workers that no longer answer."""
-        first = " ".join(str(error).split())
         who = missing(self.group, self.here[0], self.size)
         silent = f"no answer from worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}" if who else "a peer failed"
         return PeerError(
-            f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {first[:300]}"
+            f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {one_line(error)}"
         )
 
 

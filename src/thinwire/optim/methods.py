@@ -253,3 +253,4 @@ METHODS: dict[str, type[_Method]] = {
     "adamw": AdamW, "sgd": SGD,
 }  # fmt: skip
 VOTING = ("signmuon", "signum", "signsgd", "lion")  # methods that send signs
+WITH_MOMENTUM = ("muon", "signmuon", "signum", "sgd")  # methods of which `momentum` is an option

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import ConfigError, StorageError
+from thinwire.errors import ConfigError, StorageError, one_line
 from thinwire.optim import DataParallel
 from thinwire.pipeline import Stage, Sync
 from thinwire.train.config import Config
-from thinwire.train.place import Place, one_line
+from thinwire.train.place import Place
 from thinwire.train.stored import flat, from_dict, layout_digest, to_dict
 
 _STATE = "run.json"

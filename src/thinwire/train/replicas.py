@@ -59,14 +59,14 @@ def account(
         "vote_s": measured_s,
         "predicted_vote_s": exchange_s(config, voted, averaged, net),
         "predicted_fp32_s": cost.seconds("fp32", voted + averaged, size, net),
-        "dp_bandwidth_bps": 8 / net.beta_s,
+        "dp_bandwidth_bps": net.bandwidth_bps,
         "break_even_bps": limit,
     }
     signs = config.optim.method in VOTING or config.dp.aux == "vote"
-    if signs and 8 / net.beta_s > limit:
+    if signs and net.bandwidth_bps > limit:
         _log.warning(
             "replicas: signs save less time than computing them takes: the network carries %.3g Mbit/s, signs pay "
-            "below %.3g Mbit/s; use optim.method=muon or adamw here", 8e-6 / net.beta_s, limit / 1e6,
+            "below %.3g Mbit/s; use optim.method=muon or adamw here", net.bandwidth_bps / 1e6, limit / 1e6,
         )  # fmt: skip
     return result
 
