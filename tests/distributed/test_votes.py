@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tests.distributed.harness import run_ranks
 from tests.reference import votes as reference
+from thinwire import collectives
 from thinwire.collectives import TIES, TRANSPORTS, majority_vote, workers
 from thinwire.errors import ConfigError, PeerError
 from thinwire.link import Link
@@ -113,6 +115,12 @@ def in_subgroups(rank: int, world: int) -> list[Any]:
     return wrong
 
 
+def in_buckets(rank: int, ranks: list[int]) -> list[Any]:
+    """Votes that are longer than a bucket, and sent in turn, without being long."""
+    with mock.patch.object(collectives, "BUCKET", 128), mock.patch.object(workers, "IN_TURN_BYTES", 8):
+        return wrong_votes(rank, ranks, None, [], (500, 1027))
+
+
 def emulated_s(rank: int) -> float:
     """Seconds of a vote whose payload takes 0.1 s and whose three or more rounds take 0.01 s each."""
     ledger = Ledger()
@@ -130,6 +138,7 @@ def everything(rank: int) -> dict[str, Any]:
         "votes": wrong_votes(rank, everybody, None, []),
         "abstain": wrong_votes(rank, everybody, None, [world - 1], (9, 500)),
         "nobody": wrong_votes(rank, everybody, None, everybody, (65,)),
+        "buckets": in_buckets(rank, everybody),
         "bills": bills(rank),
         "refusals": refusals(rank, world),
         "subgroups": in_subgroups(rank, world),
@@ -143,7 +152,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return run_ranks(request.param, everything)
 
 
-@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups"])
+@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups", "buckets"])
 def test_every_transport_gives_the_reference_on_every_rank(results: Results, who: str) -> None:
     for rank, result in enumerate(results):
         assert result[who] == [], f"rank {rank}"

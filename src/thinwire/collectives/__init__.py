@@ -11,9 +11,10 @@ from torch import Tensor
 from thinwire.bits import num_words
 from thinwire.collectives import cost
 from thinwire.collectives.ballots import TIES, Moment, Ties
+from thinwire.collectives.flights import Flights, Pending
 from thinwire.collectives.roll import Roll, Subject
 from thinwire.collectives.votes import TRANSPORTS, Transport, mean, vote
-from thinwire.collectives.workers import Pending, Workers, complete
+from thinwire.collectives.workers import Workers
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.wire import Ledger
@@ -25,6 +26,7 @@ __all__ = [
     "TIES",
     "TRANSPORTS",
     "AnyTransport",
+    "Flights",
     "Moment",
     "Pending",
     "Roll",
@@ -33,7 +35,6 @@ __all__ = [
     "Transport",
     "Workers",
     "choose",
-    "complete",
     "cost",
     "majority_vote",
     "mean",
@@ -91,15 +92,14 @@ def majority_vote(
     roll = workers.call(subject, [abstain], [[True]], signs.device)
     chosen = choose(workers, transport, signs.numel(), ties, signs)
     moment = Moment(seed, step)
-    flights: list[Pending[list[Tensor]]] = []
+    votes: list[Pending[list[Tensor]]] = []
+    flights = Flights()
     for part in signs.detach().flatten().split(BUCKET) if signs.numel() else [signs]:
-        started = vote(workers, roll, [[part]], transport=chosen, ties=ties, moment=moment)
+        votes.append(vote(workers, roll, [[part]], transport=chosen, ties=ties, moment=moment))
+        flights.add(votes[-1:])
         moment = moment.behind(num_words(part.numel()))
-        for earlier in flights:
-            earlier.advance()
-        flights.append(started)
-    complete(flights)
-    return torch.cat([pending.result()[0] for pending in flights]).view(signs.shape)
+    flights.complete()
+    return torch.cat([pending.result()[0] for pending in votes]).view(signs.shape)
 
 
 def number(transport: str, ties: str) -> int:

@@ -21,9 +21,10 @@ from statistics import median
 import torch
 
 from thinwire.collectives.ballots import Ties
+from thinwire.collectives.flights import Pending
 from thinwire.collectives.roll import HEADER_BYTES
 from thinwire.collectives.votes import TRANSPORTS, Transport, sum_bytes
-from thinwire.collectives.workers import Pending, Workers
+from thinwire.collectives.workers import Workers
 from thinwire.errors import ConfigError
 
 _PROBE_BYTES = (1 << 18, 1 << 22)  # the second where the first takes no longer than a few bytes

@@ -30,9 +30,10 @@ from thinwire.collectives.ballots import (
     owned,
     read,
 )
+from thinwire.collectives.flights import Exchange, Pending
 from thinwire.collectives.mask import read_mask, write_mask
 from thinwire.collectives.roll import Roll
-from thinwire.collectives.workers import Exchange, Pending, Workers
+from thinwire.collectives.workers import Workers
 
 Transport = Literal["packed", "gather", "sum"]
 TRANSPORTS: tuple[Transport, ...] = ("packed", "gather", "sum")

@@ -22,6 +22,7 @@ from thinwire.collectives import (
     BUCKET,
     TIES,
     AnyTransport,
+    Flights,
     Moment,
     Pending,
     Roll,
@@ -30,7 +31,6 @@ from thinwire.collectives import (
     Transport,
     Workers,
     choose,
-    complete,
     mean,
     number,
     vote,
@@ -208,15 +208,13 @@ class DataParallel(torch.optim.Optimizer):
             return loss
         moving = [roll.anybody(i) for i in range(len(present[0]))]
         rules = [(group, self._rule(group)) for group in self.param_groups]
-        flights: list[tuple[Bucket, list[Pending[list[Tensor]]]]] = []
-        for bucket in make_buckets(rules, moving, self.bucket_elements):
-            started = self._contribute(bucket, gradients, roll)
-            for _, earlier in flights:
-                for pending in earlier:
-                    pending.advance()
-            flights.append((bucket, started))
-        complete([pending for _, exchanged in flights for pending in exchanged])
-        for bucket, exchanged in flights:
+        buckets = make_buckets(rules, moving, self.bucket_elements)
+        started, flights = [], Flights()
+        for bucket in buckets:
+            started.append(self._contribute(bucket, gradients, roll))
+            flights.add(started[-1])
+        flights.complete()
+        for bucket, exchanged in zip(buckets, started, strict=True):
             self._apply(bucket, exchanged)
         for group in self.param_groups:
             group["steps"] += 1
