@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.collectives import cost
-from thinwire.link import Link
+from thinwire.link import Link, rate
 from thinwire.optim import DataParallel
 from thinwire.optim.rule import has_feedback
 from thinwire.train.build import Parts
@@ -136,11 +136,6 @@ def lines(summary: dict[str, Any]) -> list[str]:
         carried = rate(summary["dp_bandwidth_bps"])
         said.append(f"replicas: signs pay below {rate(summary['break_even_bps'])}; this network carries {carried}")
     return said
-
-
-def rate(bandwidth_bps: float) -> str:
-    """A bandwidth for people."""
-    return f"{bandwidth_bps / 1e6:,.3g} Mbit/s"
 
 
 def without_signs(config: Config) -> list[str]:
