@@ -28,7 +28,7 @@ TWO_BY_TWO = [*TWO_STAGES, "--dp.replicas", "2"]
 def square(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """Two stages x two replicas, four steps, checkpoints after two and four."""
     folder = tmp_path_factory.mktemp("replicas")
-    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms")
+    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms", "--dp.transport", "auto")
     assert done.returncode == 0, done.stderr
     assert "<- this run" in done.stderr and "a step's exchange took" in done.stderr
     return folder / "square"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,13 @@ def test_where_no_signs_are_sent_there_is_no_break_even(caplog: pytest.LogCaptur
     assert "break_even_bps" not in summary and not caplog.records
     assert summary["predicted_exchange_s"] == pytest.approx(plan.table()["means"][1])
     assert "signs" not in "\n".join(replicas.lines(summary))
+
+
+def test_every_key_of_the_summary_is_documented() -> None:
+    config = config_of("tiny-gpt")
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text()
+    summary = account(config, replicas.Plan(config, AlphaBeta.of(50e6, 0.02), 1e6, {}))
+    assert [key for key in summary if f"`{key}`" not in page] == []
 
 
 @pytest.mark.parametrize("recipe", VOTING)

@@ -68,6 +68,7 @@ def plan(config: Config, parts: Parts, place: Place) -> Plan | None:
         network = cost.AlphaBeta.of(link.bandwidth_bps, link.latency_s)
     else:
         network = cost.probe(parts.optimizers[0].workers, place.device)
+        parts.optimizers[0].workers.waited_s = 0.0  # belongs to no step
     everywhere = gather_json(numbers_sent(parts.optimizers), place)
     total: Counter[str] = sum(map(Counter, everywhere), Counter())
     mean = {method: number / len(everywhere) for method, number in total.items()}
