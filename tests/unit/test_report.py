@@ -196,6 +196,11 @@ def test_replicas_get_a_table_with_their_link_and_costs(tmp_path: Path) -> None:
     assert "between stages" not in text and "muon" not in text.replace("signmuon", "")
 
 
+def test_the_legend_names_what_compresses(tmp_path: Path) -> None:
+    runs = [load_run(write_replicas(tmp_path / "two")), load_run(write_run(tmp_path / "staged"))]
+    assert [picture_module._compressors(run) for run in runs] == [["signmuon"], ["subspace"]]
+
+
 def test_pictures_are_counted_as_pictures(tmp_path: Path) -> None:
     run = load_run(write_replicas(tmp_path / "p", family="resnet18", val_bits_per_byte=None, val_accuracy=61.25))
     text = text_of([run])

@@ -226,8 +226,14 @@ def _write_legend(figure: Figure, runs: Sequence[Run], bottom: float) -> None:
     )
     # Named afterwards: matplotlib drops a label that begins with an underscore.
     for text, name, run in zip(legend.get_texts(), distinct_names(runs), runs, strict=True):
-        link = f", {run.links or 'real links'}" if links_differ(runs) else ""
-        text.set(text=f"{name} ({run.codec}{link})", parse_math=False)
+        link = (run.links or "real links",) if links_differ(runs) else ()
+        text.set(text=f"{name} ({', '.join([*_compressors(run), *link])})", parse_math=False)
+
+
+def _compressors(run: Run) -> list[str]:
+    """What replicas train by, and what crosses the boundaries, where there are any."""
+    method = [run.method] if run.num_replicas > 1 else []
+    return [*method, run.codec] if run.num_stages > 1 or not method else method
 
 
 def _save(figure: Figure, path: Path) -> None:
