@@ -170,11 +170,11 @@ def _generate(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    """Compare runs: a table here, and one picture of loss over tokens, time and bytes."""
+    """Compare runs: tables here, and one picture of loss over data, time and bytes."""
     parser = _parser("report", _report)
     parser.add_argument("runs", nargs="+", help="run folders; the first is the reference of the speed-up")
     parser.add_argument("--picture", default="", help="where the picture goes (default: into the first run's folder)")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the tables")
     given = _parse(parser, words)
     from thinwire.report import show
 

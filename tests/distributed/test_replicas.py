@@ -28,16 +28,18 @@ TWO_BY_TWO = [*TWO_STAGES, "--dp.replicas", "2"]
 def square(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """Two stages x two replicas, four steps, checkpoints after two and four."""
     folder = tmp_path_factory.mktemp("replicas")
-    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms")
+    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms", "--dp.transport", "auto")
     assert done.returncode == 0, done.stderr
+    assert "<- this run" in done.stderr and "a step's exchange took" in done.stderr
     return folder / "square"
 
 
 def test_replicas_are_accounted_for(square: Path) -> None:
     summary = json.loads((square / "summary.json").read_text())
     steps = lines(square / "metrics.jsonl")
-    assert all(step["wire_bytes_dp"] > 0 and step["vote_s"] > 0 for step in steps)
-    assert summary["compression_factor_dp"] > 2 and summary["predicted_vote_s"] > 0
+    assert all(step["wire_bytes_dp"] > 0 and step["exchange_s"] > 0 for step in steps)
+    assert summary["compression_factor_dp"] > 2 and summary["predicted_exchange_s"] > 0
+    assert summary["bytes_per_step_worker_dp"] == summary["bytes_per_step_dp"] / 4 and summary["break_even_bps"] > 0
     assert [stage["stage"] for stage in summary["stages"]] == [0, 1]
     saved = tensors(square / "checkpoints" / "step-00000004")
     momenta = [
@@ -116,6 +118,6 @@ def test_a_gpt_votes_too(text: Path, tmp_path: Path) -> None:
     words = ["tiny-gpt", "--name", "gpt", "--dp.emulate", "--train.steps", "3", "--pipeline.microbatches", "1"]
     done = train(tmp_path, text, *words)
     assert done.returncode == 0, done.stderr
-    assert "wqkv.weight" in done.stderr and "(3 matrices)" in done.stderr
+    assert "wqkv.weight" in done.stderr and "| signmuon (3 matrices)" in done.stderr and "| muon" not in done.stderr
     wrong = train(tmp_path, text, *words, "--name", "wrong", "--model.ffn-dim", "64")
     assert wrong.returncode == 2 and "model.ffn_dim=64 of a GPT" in wrong.stderr

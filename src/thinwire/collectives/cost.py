@@ -7,14 +7,15 @@ With n numbers, M workers, a latency alpha per message round and beta seconds pe
     sum      2 (M - 1) alpha + 2 (M - 1)/M n w beta      w = 1 up to 127 workers (63 under ties="owner"), then 4
     fp32     2 (M - 1) alpha + 2 (M - 1)/M 4n  beta      the ring all-reduce that all are compared with; bf16: 2n
 
-and (M - 1) alpha for the headers of a vote. A process that both sends and receives uses both directions of its link.
+and (M - 1) alpha for the headers of a step. Exchanges of one step travel side by side: they share the link, and its
+latency passes once for all. A process that both sends and receives uses both directions of its link.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -49,7 +50,7 @@ class AlphaBeta:
         return 8 / self.beta_s if self.beta_s > 0 else math.inf
 
 
-def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero") -> float:
+def payload_bytes(method: str, num_elements: float, size: int, ties: Ties = "zero") -> float:
     """Bytes that a worker sends per step, without headers, for a method of the table above.
 
     Raises:
@@ -69,19 +70,31 @@ def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero"
     return sizes[method]
 
 
-def seconds(method: str, num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
-    """Seconds of one exchange, headers included; 0 for one worker."""
+def seconds(method: str, num_elements: float, size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
+    """Seconds of one exchange, of a vote with its headers; 0 for one worker."""
+    if method in TRANSPORTS:
+        return step_s({method: num_elements}, size, network, ties)
+    return _rounds(method, size) * network.alpha_s + payload_bytes(method, num_elements, size) * network.beta_s
+
+
+def step_s(numbers: Mapping[str, float], size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
+    """Seconds of all exchanges of one optimizer step: headers, then `numbers[method]` numbers by each method."""
     if size == 1:
         return 0.0
-    num_bytes = payload_bytes(method, num_elements, size, ties)
-    rounds = (size - 1) * (1 if method == "gather" else 2)
-    if method in TRANSPORTS:
-        rounds += size - 1
-        num_bytes += (size - 1) * HEADER_BYTES
-    return rounds * network.alpha_s + num_bytes * network.beta_s
+    rounds = size - 1 + max((_rounds(method, size) for method, n in numbers.items() if n), default=0)
+    return rounds * network.alpha_s + step_bytes(numbers, size, ties) * network.beta_s
 
 
-def cheapest(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Transport:
+def step_bytes(numbers: Mapping[str, float], size: int, ties: Ties = "zero") -> float:
+    """Bytes that a worker sends in the exchanges of one optimizer step, headers included."""
+    return (size - 1) * HEADER_BYTES + sum(payload_bytes(method, n, size, ties) for method, n in numbers.items())
+
+
+def _rounds(method: str, size: int) -> int:
+    return (size - 1) * (1 if method == "gather" else 2)
+
+
+def cheapest(num_elements: float, size: int, network: AlphaBeta, ties: Ties = "zero") -> Transport:
     """The transport that the model finds fastest; at a draw the first of packed, gather, sum."""
     return min(TRANSPORTS, key=lambda name: seconds(name, num_elements, size, network, ties))
 
@@ -126,9 +139,15 @@ def _timed(workers: Workers, num_bytes: int, device: torch.device) -> float:
     return float(Pending(workers, workers.all_gather(mine, "probe")).result().max())
 
 
-def table(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Sequence[tuple[str, float, float]]:
-    """Rows `(method, bytes per worker and step, seconds)` for all methods, fp32 first."""
-    return [
-        (name, payload_bytes(name, num_elements, size, ties), seconds(name, num_elements, size, network, ties))
-        for name in ("fp32", "bf16", *TRANSPORTS)
-    ]
+def table(
+    voted: float, averaged: Mapping[str, float], size: int, network: AlphaBeta, ties: Ties = "zero"
+) -> list[tuple[str, float, float]]:
+    """Rows `(name, bytes per worker, seconds)` of one optimizer step: every transport of the votes, means beside them.
+
+    The first row is what all are compared with, fp32 ring all-reduces; where nothing is voted on, the other is `means`.
+    """
+    whole = voted + sum(averaged.values())
+    rows = [("fp32", payload_bytes("fp32", whole, size), seconds("fp32", whole, size, network))]
+    ways: dict[str, Mapping[str, float]] = {name: {name: voted, **averaged} for name in TRANSPORTS}
+    ways = ways if voted else {"means": averaged}
+    return rows + [(name, step_bytes(n, size, ties), step_s(n, size, network, ties)) for name, n in ways.items()]

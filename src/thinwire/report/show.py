@@ -1,4 +1,4 @@
-"""What `thinwire report` shows: the table on the terminal and one picture."""
+"""What `thinwire report` shows: tables on the terminal and one picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thinwire.report.picture import comparison_picture
 from thinwire.report.runs import load_run
-from thinwire.report.table import comparison_rows, comparison_table
+from thinwire.report.table import comparison_rows, comparison_tables
 
 
 def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> None:
@@ -25,5 +25,6 @@ def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> No
         print(json.dumps(comparison_rows(runs), indent=2))
         return
     console = Console()
-    console.print(comparison_table(runs))
+    for table in comparison_tables(runs):
+        console.print(table, "")
     console.print(f"picture: {picture}", highlight=False)

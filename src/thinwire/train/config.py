@@ -85,6 +85,11 @@ class Config:
         return self.model.family.startswith("resnet")
 
     @property
+    def unit(self) -> str:
+        """What the run counts as `tokens`."""
+        return "pictures" if self.is_pictures else "tokens"
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary; a run on pictures has none."""
         return 1 if self.is_pictures else self.network.vocab_size
