@@ -135,8 +135,10 @@ def step(weights: Sequence[Weight], gradients: Sequence[Gradients], ties: str, s
     workers = len(gradients)
     finite = [all(g is None or bool(g.isfinite().all()) for g in own) for own in gradients]
     voters = [j for j in range(workers) if finite[j]]
-    first_word = 0
+    following = 0
     for i, weight in enumerate(weights):
+        first_word = following
+        following += -(-weight.value.numel() // 64) if weight.rule not in ("muon", "adamw", "sgd") else 0
         own = {j: g for j in voters if (g := gradients[j][i]) is not None}
         if not own:
             continue
@@ -150,5 +152,4 @@ def step(weights: Sequence[Weight], gradients: Sequence[Gradients], ties: str, s
         decided = torch.from_numpy(votes.vote(rows, ties, seed, number, first_word)).view(weight.value.shape)
         sizes = mean([s for _, s in cast], torch.float32, workers) if weight.options["feedback"] else torch.zeros(0)
         weight.take_vote(decided, sizes)
-        first_word += -(-weight.value.numel() // 64)
     return bool(voters)

@@ -336,3 +336,17 @@ def test_positions_part_only_what_is_voted_on(rule: Rule, buckets: int) -> None:
     made = make_buckets([(group, rule)], [True] * 3, 1 << 20)
     assert len(made) == buckets and [i for bucket in made for i in bucket.indices] == [0, 1, 2]
     assert [bucket.first_word for bucket in made] == ([10, 99] if buckets == 2 else [0])
+
+
+def test_ties_do_not_depend_on_what_else_has_a_gradient() -> None:
+    def last(idle: bool) -> Tensor:
+        several = [nn.Parameter(torch.zeros(70)) for _ in range(3)]
+        optimizer = thinwire.SignSGD(several, lr=1.0, ties="random", virtual_workers=2)
+        for sign in (1.0, -1.0):
+            for p in several[idle:]:
+                p.grad = torch.full((70,), sign)
+            optimizer.next_worker()
+        optimizer.step()
+        return several[2].detach()
+
+    assert torch.equal(last(idle=True), last(idle=False)) and len(last(idle=True).unique()) == 2

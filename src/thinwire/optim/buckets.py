@@ -31,25 +31,27 @@ class Bucket:
 def make_buckets(groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], bucket_elements: int) -> list[Bucket]:
     """Gather the parameters that move, at most `bucket_elements` together unless one alone is larger.
 
-    What is averaged comes first: it needs no computing, and the most bytes. Words are counted as they come, or as a
-    group's `positions` say (by parameter), so that ties are broken alike however a model is cut into stages.
+    What is averaged comes first: it needs no computing, and the most bytes. A parameter's words are where all that is
+    voted on, moving or not, would put them, or where a group's `positions` say (by parameter): ties are broken alike
+    whatever else moves, and however a model is cut into stages.
     """
     buckets: dict[Wire, list[Bucket]] = {"vote": [], "mean": []}
-    index = first_word = 0
+    index = place = following = 0  # `following`: the word behind the last bucket
     for group, rule in groups:
         size, made = math.inf, buckets[rule.wire]
         for k, (p, splits) in enumerate(zip(group["params"], group["splits"], strict=True)):
+            words = num_words(p.numel()) if rule.wire == "vote" else 0
+            word = group["positions"][k] if words and "positions" in group else place
             if moving[index]:
-                word = group["positions"][k] if "positions" in group and rule.wire == "vote" else first_word
-                if size + p.numel() > bucket_elements or word != first_word:
+                if size + p.numel() > bucket_elements or (words and word != following):
                     made.append(Bucket(group, rule, word))
                     size = 0
                 made[-1].indices.append(index)
                 made[-1].parameters.append(p)
                 made[-1].splits.append(splits)
                 size += p.numel()
-                first_word = word + (num_words(p.numel()) if rule.wire == "vote" else 0)
-            index += 1
+                following = word + words
+            index, place = index + 1, place + words
     return [*buckets["mean"], *buckets["vote"]]
 
 
