@@ -350,3 +350,19 @@ def test_ties_do_not_depend_on_what_else_has_a_gradient() -> None:
         return several[2].detach()
 
     assert torch.equal(last(idle=True), last(idle=False)) and len(last(idle=True).unique()) == 2
+
+
+@pytest.mark.parametrize("lacking", ["no gradient", "zeros", "abstains"])
+def test_with_feedback_the_step_is_the_mean_over_those_who_vote(lacking: str) -> None:
+    p, rows = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3, 2))
+    optimizer = thinwire.SignSGD([p, rows], lr=1.0, feedback=True, virtual_workers=3)
+    for worker, size in enumerate((2.0, 4.0, 0.0)):
+        p.grad = torch.full((4,), size) if size or lacking == "zeros" else None
+        rows.grad = torch.zeros(3, 2)
+        rows.grad[worker] = 1.0
+        if not size and lacking == "abstains":
+            optimizer.abstain()
+        optimizer.next_worker()
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), -3.0))
+    assert torch.equal(rows.detach()[:2], torch.full((2, 2), -1.0))  # not diluted by the rows that nobody touched

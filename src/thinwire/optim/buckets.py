@@ -58,7 +58,7 @@ def make_buckets(groups: Iterable[tuple[Group, Rule]], moving: Sequence[bool], b
 def directions(bucket: Bucket, slots: Sequence[Slot], own: Gradients) -> tuple[list[Tensor], list[Tensor]]:
     """One worker's directions, zero where it has no gradient, and with error feedback the sizes of its matrices."""
     feedback = has_feedback(bucket.rule, bucket.group)
-    sizes = [torch.zeros(max(1, len(slot.splits)), device=slot.parameter.device) for slot in slots] if feedback else []
+    sizes = [torch.zeros(2, max(1, len(s.splits)), device=s.parameter.device) for s in slots] if feedback else []
     having = [(k, g) for k, i in enumerate(bucket.indices) if (g := own[i]) is not None]
     found = bucket.rule.directions([slots[k] for k, _ in having], [g for _, g in having], bucket.group)
     result = {k: direction for (k, _), direction in zip(having, found, strict=True)}

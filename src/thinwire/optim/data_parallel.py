@@ -39,6 +39,7 @@ from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.optim.agreement import check_loadable, describe_options, describe_parameters, mean_state
 from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
+from thinwire.optim.feedback import mean_size
 from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot, has_feedback
 from thinwire.wire import Ledger
@@ -294,4 +295,5 @@ class DataParallel(torch.optim.Optimizer):
 
     def _apply(self, bucket: Bucket, exchanged: Sequence[Pending[list[Tensor]]]) -> None:
         decided, *sizes = [pending.result() for pending in exchanged]
-        bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, sizes[0] if sizes else [])
+        own = [mean_size(means) for means in sizes[0]] if sizes else []
+        bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, own)
