@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.optim.rule import Group, Rule
 
+_numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
+
+
+def next_number(group: dist.ProcessGroup | None) -> int:
+    """The number of the next optimizer that steps with a group for the first time.
+
+    All that these numbers depend on is what all workers have done together: one that leaves out a step of its first
+    optimizer, and meets the others with its second, has another number there, however alike the two are.
+    """
+    return 0 if group is None else _numbered.get(group, 0) + 1
+
+
+def assign_number(group: dist.ProcessGroup | None, number: int) -> None:
+    """All workers of the group have met with this number."""
+    if group is not None:
+        _numbered[group] = max(number, _numbered.get(group, 0))
 
 
 def describe_parameters(groups: Iterable[tuple[Group, Rule]], values: bool) -> tuple[str, ...]:

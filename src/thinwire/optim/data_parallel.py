@@ -37,7 +37,14 @@ from thinwire.collectives import (
 )
 from thinwire.errors import ConfigError
 from thinwire.link import Link
-from thinwire.optim.agreement import check_loadable, describe_options, describe_parameters, mean_state
+from thinwire.optim.agreement import (
+    assign_number,
+    check_loadable,
+    describe_options,
+    describe_parameters,
+    mean_state,
+    next_number,
+)
 from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
 from thinwire.optim.feedback import mean_size
 from thinwire.optim.local_gradients import check_local
@@ -91,7 +98,7 @@ class DataParallel(torch.optim.Optimizer):
         self.recorded: list[Gradients] = []
         self._chosen: Transport | None = None
         self._abstaining: set[int] = set()
-        self._met = False  # whether the workers have compared their parameters
+        self._number = 0  # among the group's optimizers, once the workers have compared their parameters
         super().__init__(params, {**defaults, "steps": 0})
 
     # --- parameters and state --------------------------------------------------------------------------------------
@@ -161,7 +168,7 @@ class DataParallel(torch.optim.Optimizer):
         if self.workers.group is not None:
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
         own = ("workers", "rules", "transport", "ties", "seed", "bucket_elements", "recorded", "_chosen", "_abstaining")
-        kept = {name: self.__dict__[name] for name in (*own, "_met", "_dtypes") if name in self.__dict__}
+        kept = {name: self.__dict__[name] for name in (*own, "_number", "_dtypes") if name in self.__dict__}
         return {**super().__getstate__(), **kept}
 
     # --- a step ----------------------------------------------------------------------------------------------------
@@ -203,8 +210,10 @@ class DataParallel(torch.optim.Optimizer):
         limit = self._largest_gradient()
         abstaining = [i in self._abstaining or not is_finite(own, limit) for i, own in enumerate(gradients)]
         self._abstaining.clear()
-        roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
-        self._met = True
+        number = self._number or next_number(self.workers.group)
+        roll = self.workers.call(self._subject(number), abstaining, present, self._parameters()[0].device)
+        self._number = number
+        assign_number(self.workers.group, number)
         if not roll.voters:
             return loss
         moving = [roll.anybody(i) for i in range(len(present[0]))]
@@ -255,13 +264,13 @@ class DataParallel(torch.optim.Optimizer):
             check_local(parameters)
         return gradients
 
-    def _subject(self) -> Subject:
-        checks_values = self.workers.is_networked and not self._met
+    def _subject(self, optimizer: int) -> Subject:
+        checks_values = self.workers.is_networked and not self._number
         rules = [(group, self._rule(group)) for group in self.param_groups]
         layout, options = describe_parameters(rules, checks_values), describe_options(self.param_groups)
         elements = sum(p.numel() for p in self._parameters())
         return Subject(
-            layout, elements, (f"bucket_elements={self.bucket_elements}", *options),
+            layout, elements, (f"optimizer {optimizer}; bucket_elements={self.bucket_elements}", *options),
             step=self.param_groups[0]["steps"], seed=self.seed, transport=number(self.transport, self.ties),
             ties=TIES.index(self.ties), kind=1,
         )  # fmt: skip
