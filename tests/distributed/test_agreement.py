@@ -251,6 +251,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(request.param, everything)
 
 
+@pytest.mark.filterwarnings("ignore:worker . abstained from a step:RuntimeWarning")
 def test_processes_virtual_workers_and_the_reference_agree(results: Any) -> None:
     for case in cases_of(len(results)):
         wanted = in_this_process(case, len(results), torch.float64)
@@ -260,6 +261,7 @@ def test_processes_virtual_workers_and_the_reference_agree(results: Any) -> None
         assert by_the_reference(case, len(results)) == wanted, case
 
 
+@pytest.mark.filterwarnings("ignore:worker . abstained from a step:RuntimeWarning")
 def test_they_agree_in_float32(results: Any) -> None:
     wanted = in_this_process("signmuon", len(results), torch.float32)
     assert all(result["float32"] == wanted for result in results)

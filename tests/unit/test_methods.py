@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import thinwire
 from thinwire.errors import ConfigError
 from thinwire.optim import METHODS, DataParallel, SignMuon, build_optimizers, param_groups
 from thinwire.optim.buckets import make_buckets
+from thinwire.optim.gradients import take_gradient
 from thinwire.optim.means import AdamWRule
 from thinwire.optim.rule import Rule
 from thinwire.optim.signs import SignumRule
@@ -226,7 +227,10 @@ def test_gradients_that_are_not_finite_leave_everything_as_it_is(case: str) -> N
     before, state = values(model), copy.deepcopy(optimizer.state_dict())
     model.fill(1)
     model.norm.grad[3] = torch.nan
-    optimizer.step()
+    with pytest.warns(RuntimeWarning, match=r"worker 0 abstained .* gradient of norm is not finite"):
+        optimizer.step()
+    optimizer.step()  # in silence
+    assert optimizer.abstained == 2
     assert equal(values(model), before)
     for one, old in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
         assert equal(list(one.values()), list(old.values()))
@@ -366,3 +370,52 @@ def test_with_feedback_the_step_is_the_mean_over_those_who_vote(lacking: str) ->
     optimizer.step()
     assert torch.equal(p.detach(), torch.full((4,), -3.0))
     assert torch.equal(rows.detach()[:2], torch.full((2, 2), -1.0))  # not diluted by the rows that nobody touched
+
+
+def test_who_is_told_to_abstain_is_counted_in_silence() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = thinwire.Signum([p], virtual_workers=3)
+    for worker in range(3):
+        p.grad = torch.full((2, 2), torch.inf if worker else 1.0)
+        if worker:
+            optimizer.abstain()
+        optimizer.next_worker()
+    optimizer.step()
+    assert optimizer.abstained == 2 and bool((p < 1).all())
+
+
+def kept(p: nn.Parameter) -> Tensor:
+    p.grad = torch.ones(3)
+    return p.grad
+
+
+def flat(p: nn.Parameter) -> Tensor:
+    buffer = torch.ones(9)
+    p.grad = buffer[3:6]
+    return buffer
+
+
+def detached(p: nn.Parameter) -> Tensor:
+    p.grad = torch.ones(3)
+    return p.grad.data
+
+
+@pytest.mark.parametrize("hold", [kept, flat, detached])
+def test_recorded_gradients_are_nobody_elses(hold: Callable[[nn.Parameter], Tensor]) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = thinwire.SGD([p], lr=1.0, momentum=0.0, virtual_workers=2)
+    for _ in range(2):
+        held = hold(p)
+        optimizer.next_worker()
+        held.zero_()
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((3,), -1.0))
+
+
+def test_recording_copies_nothing_that_is_held_by_no_one() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    for _ in range(2):
+        p.sum().backward()
+    address = p.grad.data_ptr()
+    taken = take_gradient(p)
+    assert taken.data_ptr() == address and p.grad is None

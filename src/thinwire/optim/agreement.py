@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.optim.rule import Group, Rule
 
 _numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_NOT_OPTIONS = ("params", "names", "splits", "positions", "base_lr", "rule")
+_NOT_OPTIONS = ("params", "names", "param_names", "splits", "positions", "base_lr", "rule")
 
 
 def next_number(group: dist.ProcessGroup | None) -> int:
@@ -37,12 +37,17 @@ def describe_parameters(groups: Iterable[tuple[Group, Rule]], values: bool) -> t
     """A line per parameter, and per group where its words lie; with `values` also a digest of each parameter."""
     lines = []
     for group, rule in groups:
-        names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
-        for name, p, splits in zip(names, group["params"], group["splits"], strict=True):
+        for name, p, splits in zip(parameter_names(group), group["params"], group["splits"], strict=True):
             digest = f"; values {_digest(p)}" if values else ""  # replicas that start apart would stay apart
             lines.append(f"{name} {tuple(p.shape)} {p.dtype} {tuple(splits)} {rule.name}{digest}")
         lines.append(f"positions {group.get('positions')}")
     return tuple(lines)
+
+
+def parameter_names(group: Group) -> list[str]:
+    """The names of a group's parameters, or their numbers in it."""
+    names = group.get("names") or group.get("param_names")
+    return list(names) if names else [f"parameter {i}" for i in range(len(group["params"]))]
 
 
 def describe_options(groups: Iterable[Group]) -> tuple[str, ...]:
@@ -68,6 +73,18 @@ def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
             fits = all(shape[-p.dim() :] == wanted.get(name, ())[-p.dim() :] for name, shape in found.items() if shape)
             if found.keys() != wanted.keys() or not fits:
                 raise ConfigError(f"a state with {found}", f"{wanted}", "use the options it was saved with")
+
+
+def fill_state(mine: dict[str, Tensor], saved: dict[str, Tensor], dim: int) -> bool:
+    """Take over the saved state of a parameter of `dim` dimensions; whether it is one of another number of workers."""
+    resized = False
+    for name, target in mine.items():
+        value = saved[name].to(target.device, target.dtype)
+        if value.shape != target.shape:
+            resized = True
+            value = mean_state(list(value) if value.dim() > dim else [value]).expand(target.shape)
+        target.copy_(value)
+    return resized
 
 
 def mean_state(states: Sequence[Tensor]) -> Tensor:

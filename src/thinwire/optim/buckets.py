@@ -11,9 +11,8 @@ from torch import Tensor
 
 from thinwire.bits import num_words
 from thinwire.optim.feedback import add_feedback
+from thinwire.optim.gradients import Gradients
 from thinwire.optim.rule import Group, Rule, Slot, Wire, has_feedback
-
-Gradients = list[Tensor | None]  # of one worker, in the order of the optimizer's parameters
 
 
 @dataclass
@@ -68,10 +67,3 @@ def directions(bucket: Bucket, slots: Sequence[Slot], own: Gradients) -> tuple[l
         if k not in result:
             result[k] = torch.zeros_like(p, dtype=torch.float32)
     return [result[k] for k in range(len(slots))], sizes
-
-
-def is_finite(gradients: Gradients, limit: float = math.inf) -> bool:
-    """Whether one worker's gradients have neither NaN nor infinity, nor anything above `limit`."""
-    held = [g for g in gradients if g is not None and g.numel()]
-    largest = float(torch.nn.utils.get_total_norm(held, math.inf)) if held else 0.0
-    return math.isfinite(largest) and largest <= limit

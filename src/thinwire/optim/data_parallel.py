@@ -42,11 +42,13 @@ from thinwire.optim.agreement import (
     check_loadable,
     describe_options,
     describe_parameters,
-    mean_state,
+    fill_state,
     next_number,
+    parameter_names,
 )
-from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
+from thinwire.optim.buckets import Bucket, directions, make_buckets
 from thinwire.optim.feedback import mean_size
+from thinwire.optim.gradients import Gradients, Recorder, first_not_finite
 from thinwire.optim.local_gradients import check_local
 from thinwire.optim.rule import Group, Rule, Slot, has_feedback
 from thinwire.wire import Ledger
@@ -68,7 +70,8 @@ class DataParallel(torch.optim.Optimizer):
         ledger, link: see `collectives.Workers`.
         bucket_elements: numbers per exchange; smaller ones overlap better, larger ones need fewer messages.
 
-    `p.grad` is read only. Parameters that have a gradient nowhere do not move.
+    `p.grad` is read only. Parameters that have a gradient nowhere do not move. `abstained` counts how often workers
+    have abstained from a step since the optimizer was built; it is the same on all of them.
 
     Raises:
         ConfigError: parameters or options that a rule does not take.
@@ -95,9 +98,9 @@ class DataParallel(torch.optim.Optimizer):
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
         self.rules, self.transport, self.ties, self.seed = rules, transport, ties, seed
         self.bucket_elements = bucket_elements
-        self.recorded: list[Gradients] = []
+        self.abstained = 0
+        self._recorder = Recorder(len(self.workers.here))
         self._chosen: Transport | None = None
-        self._abstaining: set[int] = set()
         self._number = 0  # among the group's optimizers, once the workers have compared their parameters
         super().__init__(params, {**defaults, "steps": 0})
 
@@ -152,14 +155,8 @@ class DataParallel(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         resized = False
         for key, p in zip(keys, self._parameters(), strict=True):
-            saved = state_dict["state"].get(key, {})
-            for name, mine in fresh[p].items():
-                value = saved[name].to(mine.device, mine.dtype)
-                if value.shape != mine.shape:
-                    resized = True
-                    value = mean_state(list(value) if value.dim() > p.dim() else [value]).expand(mine.shape)
-                mine.copy_(value)
             self.state[p] = fresh[p]
+            resized |= fill_state(fresh[p], state_dict["state"].get(key, {}), p.dim())
         if resized:
             _log.warning("state of another number of workers: every worker starts with the mean of the saved ones")
 
@@ -167,26 +164,19 @@ class DataParallel(torch.optim.Optimizer):
         """For copies. Those of an optimizer with a group cannot be made: use `state_dict`."""
         if self.workers.group is not None:
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
-        own = ("workers", "rules", "transport", "ties", "seed", "bucket_elements", "recorded", "_chosen", "_abstaining")
-        kept = {name: self.__dict__[name] for name in (*own, "_number", "_dtypes") if name in self.__dict__}
-        return {**super().__getstate__(), **kept}
+        own = {"workers", "rules", "transport", "ties", "seed", "bucket_elements", "abstained", "_dtypes"}
+        own |= {"_recorder", "_chosen", "_number"}
+        return {**super().__getstate__(), **{name: value for name, value in self.__dict__.items() if name in own}}
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def next_worker(self) -> None:
         """Record the gradients of a virtual worker, and make room for those of the next."""
-        if len(self.recorded) == len(self.workers.here):
-            raise ConfigError(
-                f"gradients of worker {len(self.recorded) + 1}", f"{len(self.workers.here)}", "call step()"
-            )
-        parameters = self._parameters()
-        self.recorded.append([p.grad for p in parameters])
-        for p in parameters:
-            p.grad = None
+        self._recorder.record(self._parameters())
 
     def abstain(self) -> None:
         """Let the worker whose gradients are there now sit out the next step: it takes part, but casts no vote."""
-        self._abstaining.add(len(self.recorded))
+        self._recorder.abstain()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -201,22 +191,39 @@ class DataParallel(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters = self._parameters()
         try:
-            gradients = self._gradients()
+            gradients = self._recorder.collect(parameters)
+            if self.workers.is_networked:
+                check_local(parameters)
         except ConfigError:
-            self.workers.refuse(self._parameters()[0].device)
+            self.workers.refuse(parameters[0].device)
             raise
-        present = [[g is not None for g in own] for own in gradients]
-        limit = self._largest_gradient()
-        abstaining = [i in self._abstaining or not is_finite(own, limit) for i, own in enumerate(gradients)]
-        self._abstaining.clear()
+        roll, spoiled = self._call(gradients)
+        if roll.voters:
+            self._follow(gradients, roll)
+        self._recorder.warn(spoiled)
+        return loss
+
+    def _call(self, gradients: Sequence[Gradients]) -> tuple[Roll, dict[int, str]]:
+        """Call the roll; also returns, for the workers here that have to abstain, because of which parameter."""
+        limit, told = self._largest_gradient(), self._recorder.abstaining
+        spoiled = [None if here in told else first_not_finite(own, limit) for here, own in enumerate(gradients)]
+        abstaining = [here in told or index is not None for here, index in enumerate(spoiled)]
+        told.clear()
         number = self._number or next_number(self.workers.group)
+        present = [[g is not None for g in own] for own in gradients]
         roll = self.workers.call(self._subject(number), abstaining, present, self._parameters()[0].device)
         self._number = number
         assign_number(self.workers.group, number)
-        if not roll.voters:
-            return loss
-        moving = [roll.anybody(i) for i in range(len(present[0]))]
+        self.abstained += self.workers.size - len(roll.voters)
+        names = [name for group in self.param_groups for name in parameter_names(group)]
+        found = zip(self.workers.here, spoiled, strict=True)
+        return roll, {worker: names[index] for worker, index in found if index is not None}
+
+    def _follow(self, gradients: Sequence[Gradients], roll: Roll) -> None:
+        """Exchange, and take the step that follows."""
+        moving = [roll.anybody(i) for i in range(len(roll.present[0]))]
         rules = [(group, self._rule(group)) for group in self.param_groups]
         flights: list[tuple[Bucket, list[Pending[list[Tensor]]]]] = []
         for bucket in make_buckets(rules, moving, self.bucket_elements):
@@ -230,7 +237,6 @@ class DataParallel(torch.optim.Optimizer):
             self._apply(bucket, exchanged)
         for group in self.param_groups:
             group["steps"] += 1
-        return loss
 
     def _largest_gradient(self) -> float:
         """What still can be added up over all workers in the dtypes in which gradients travel."""
@@ -241,28 +247,6 @@ class DataParallel(torch.optim.Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _gradients(self) -> list[Gradients]:
-        """Of every worker here, in the order of the parameters; forgets what was recorded."""
-        parameters = self._parameters()
-        if len(self.workers.here) == 1 and not self.recorded:
-            gradients: list[Gradients] = [[p.grad for p in parameters]]
-        else:
-            has_more = any(p.grad is not None for p in parameters)
-            if len(self.recorded) + has_more == len(self.workers.here) and has_more:
-                self.next_worker()
-            if len(self.recorded) != len(self.workers.here):
-                raise ConfigError(
-                    f"gradients of {len(self.recorded) + has_more} workers",
-                    f"of all {len(self.workers.here)} virtual workers",
-                    "call next_worker() after each one's backward pass",
-                )  # fmt: skip
-            gradients, self.recorded = self.recorded, []
-        if any(g is not None and g.is_sparse for worker in gradients for g in worker):
-            raise ConfigError("sparse gradients", "dense ones", "build the embedding with sparse=False")
-        if self.workers.is_networked:
-            check_local(parameters)
-        return gradients
 
     def _subject(self, optimizer: int) -> Subject:
         checks_values = self.workers.is_networked and not self._number

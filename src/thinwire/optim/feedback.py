@@ -4,9 +4,9 @@
 
 The vote is on sign(p). An entry without a direction has no vote and keeps its error. The step is as long as the mean
 of s over the workers that vote in the matrix: those that abstain, have no gradient or only zeros there do not shorten
-it. For that s and whether there is a vote, 1 or 0, travel beside the vote, two numbers per matrix. Costs one float32 number per parameter and
-worker. Plain Sign-Muon can ascend on a linear objective: its 4 x 4 counterexample is a test; with feedback the sum of
-all steps follows the sum of all directions.
+it. For that s and whether there is a vote, 1 or 0, travel beside the vote, two numbers per matrix. Costs one float32
+number per parameter and worker. Plain Sign-Muon can ascend on a linear objective: its 4 x 4 counterexample is a test;
+with feedback the sum of all steps follows the sum of all directions.
 """
 
 from __future__ import annotations
