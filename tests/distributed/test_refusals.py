@@ -44,6 +44,7 @@ def work(rank: int) -> dict[str, str]:
     apart.grad = torch.ones(5, 3)
     optimizer = thinwire.Signum([apart], group=group)
     words["values"], words["values again"] = said(optimizer.step), said(optimizer.step)
+    words["changed"], words["changed back"] = changed(rank, group)
     words["skipped"] = skipped(rank, group)
     p.grad = torch.full((5, 3), 2e38)
     thinwire.Muon([p], group=group).step()
@@ -53,6 +54,20 @@ def work(rank: int) -> dict[str, str]:
         thinwire.majority_vote(torch.ones(3), group)
     words["threads"] = str(threading.active_count() - before)
     return words
+
+
+def changed(rank: int, group: Any) -> tuple[str, str]:
+    """A schedule gives one worker a rate that is not a number; then it gets a good one."""
+    import thinwire
+
+    p = nn.Parameter(torch.ones(2))
+    optimizer = thinwire.Signum([p], lr=0.1, group=group)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan") if rank else 0.1
+    refused = said(optimizer.step)
+    optimizer.param_groups[0]["lr"] = 0.1
+    return refused, said(optimizer.step)
 
 
 def skipped(rank: int, group: Any) -> str:
@@ -83,6 +98,8 @@ def words() -> list[dict[str, str]]:
         ("values again", "values", "values"),
         ("alike", "nothing", "nothing"),
         ("rates", "worker 1 is at step 0, worker 0 at step 0", "let none leave out a step"),
+        ("changed", "input that worker 1 refused", "Signum with lr=nan"),
+        ("changed back", "nothing", "nothing"),
         ("skipped", "worker 1 is at step 1, worker 0 at step 1", "entry 0 is optimizer "),
         ("large", "finite", "finite"),
         ("threads", "0", "0"),

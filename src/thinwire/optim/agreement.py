@@ -57,22 +57,36 @@ def describe_options(groups: Iterable[Group]) -> tuple[str, ...]:
     )
 
 
-def check_loadable(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def check_loadable(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
     """Refuse a state of another method, other parameters or other shapes before anything is changed."""
-    ours, theirs = optimizer.param_groups, state_dict["param_groups"]
-    sizes = [[len(group["params"]) for group in groups] for groups in (ours, theirs)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(f"a state of groups with {sizes[1]} parameters", f"{sizes[0]}")
-    for mine, saved in zip(ours, theirs, strict=True):
-        if mine.keys() != saved.keys() or mine.get("names") != saved.get("names"):
-            differ = sorted(mine.keys() ^ saved.keys()) or "names"
-            raise ConfigError(f"a state of another method or other parameters ({differ})", "this optimizer's own")
-        for p, key in zip(mine["params"], saved["params"], strict=True):
-            found = {name: tuple(value.shape) for name, value in state_dict["state"].get(key, {}).items()}
-            wanted = {name: tuple(value.shape) for name, value in optimizer.state[p].items()}
-            fits = all(shape[-p.dim() :] == wanted.get(name, ())[-p.dim() :] for name, shape in found.items() if shape)
-            if found.keys() != wanted.keys() or not fits:
-                raise ConfigError(f"a state with {found}", f"{wanted}", "use the options it was saved with")
+    try:
+        ours, theirs = optimizer.param_groups, state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(f"a state of groups with {sizes[1]} parameters", f"{sizes[0]}")
+        for mine, saved in zip(ours, theirs, strict=True):
+            _check_like(mine, saved)
+            for p, key in zip(mine["params"], saved["params"], strict=True):
+                _check_shapes(p.dim(), optimizer.state[p], state_dict["state"].get(key, {}))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"a state that cannot be read ({error!r})", "what state_dict() returns") from None
+
+
+def _check_like(mine: Group, saved: Group) -> None:
+    differ = sorted(mine.keys() ^ saved.keys()) or [k for k in ("names", "rule") if mine.get(k) != saved.get(k)]
+    if differ:
+        raise ConfigError(f"a state of another method or other parameters ({differ})", "this optimizer's own")
+
+
+def _check_shapes(dim: int, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Of one parameter; states of another number of workers may have another first dimension, or none."""
+    found, wanted = ({name: tuple(value.shape) for name, value in state.items()} for state in (saved, mine))
+    fits = found.keys() == wanted.keys() and all(
+        len(shape) <= dim + 1 and shape[max(0, len(shape) - dim) :] == wanted[name][max(0, len(wanted[name]) - dim) :]
+        for name, shape in found.items()
+    )
+    if not fits:
+        raise ConfigError(f"a state with {found}", f"{wanted}", "use the options it was saved with")
 
 
 def fill_state(mine: dict[str, Tensor], saved: dict[str, Tensor], dim: int) -> bool:

@@ -9,7 +9,6 @@ apply        the same on every worker (`Rule.apply`)
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,26 +36,18 @@ from thinwire.collectives import (
 )
 from thinwire.errors import ConfigError
 from thinwire.link import Link
-from thinwire.optim.agreement import (
-    assign_number,
-    check_loadable,
-    describe_options,
-    describe_parameters,
-    fill_state,
-    next_number,
-    parameter_names,
-)
+from thinwire.optim.agreement import assign_number, describe_options, describe_parameters, next_number, parameter_names
 from thinwire.optim.buckets import Bucket, directions, make_buckets
 from thinwire.optim.feedback import mean_size
 from thinwire.optim.gradients import Gradients, Recorder, first_not_finite
 from thinwire.optim.local_gradients import check_local
-from thinwire.optim.rule import Group, Rule, Slot, has_feedback
+from thinwire.optim.options import check_options
+from thinwire.optim.rule import Rule, Slot
+from thinwire.optim.ruled_groups import RuledGroups
 from thinwire.wire import Ledger
 
-_log = logging.getLogger("thinwire")
 
-
-class DataParallel(torch.optim.Optimizer):
+class DataParallel(RuledGroups):
     """Base of the optimizers here.
 
     Args:
@@ -74,7 +65,7 @@ class DataParallel(torch.optim.Optimizer):
     have abstained from a step since the optimizer was built; it is the same on all of them.
 
     Raises:
-        ConfigError: parameters or options that a rule does not take.
+        ConfigError: parameters or options that a rule does not take; nothing is changed then.
     """
 
     def __init__(
@@ -92,79 +83,38 @@ class DataParallel(torch.optim.Optimizer):
         link: Link | None = None,
         bucket_elements: int = BUCKET,
     ) -> None:
-        if bucket_elements < 1:
-            raise ConfigError(f"bucket_elements={bucket_elements}", "1 or more")
-        number(transport, ties)
+        exchange: dict[str, Any] = {
+            "virtual_workers": virtual_workers,
+            "transport": transport,
+            "ties": ties,
+            "seed": seed,
+        }
+        exchange |= {"ledger": ledger, "link": link, "bucket_elements": bucket_elements}
+        check_options(type(self).__name__, {**exchange, **defaults})
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
-        self.rules, self.transport, self.ties, self.seed = rules, transport, ties, seed
+        self.transport, self.ties, self.seed = transport, ties, seed
         self.bucket_elements = bucket_elements
         self.abstained = 0
         self._recorder = Recorder(len(self.workers.here))
         self._chosen: Transport | None = None
         self._number = 0  # among the group's optimizers, once the workers have compared their parameters
-        super().__init__(params, {**defaults, "steps": 0})
-
-    # --- parameters and state --------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once, so that a checkpoint finds it."""
-        if param_group.get("rule", "muon") not in self.rules:
-            raise ConfigError(f"a group with rule {param_group['rule']!r}", ", ".join(self.rules), "use param_groups")
-        if self.param_groups:
-            param_group.setdefault("steps", self.param_groups[0]["steps"])
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("splits", [() for _ in group["params"]])
-        rule = self._rule(group)
-        for p, splits in zip(group["params"], group["splits"], strict=True):
-            if type(p) not in (torch.nn.Parameter, Tensor):
-                raise ConfigError(f"a parameter of type {type(p).__name__}", "plain parameters, whole on every worker")
-            if p.is_complex():
-                raise ConfigError(f"a parameter of {p.dtype}", "real numbers")
-            rule.check(p, splits, group)
-            self.state[p] = self._new_state(rule, p, group)
-
-    def _rule(self, group: Group) -> Rule:
-        return self.rules[group.get("rule", "muon")]
-
-    def _new_state(self, rule: Rule, p: Tensor, group: Group) -> dict[str, Tensor]:
-        state = rule.state(p, group)
-        if has_feedback(rule, group):
-            state["feedback"] = torch.zeros_like(p, dtype=torch.float32)
-        copies = len(self.workers.here) if rule.wire == "vote" else 1
-        return state if copies == 1 else {key: torch.stack([value] * copies) for key, value in state.items()}
-
-    def worker_state(self, p: Tensor, here: int) -> dict[str, Tensor]:
-        """Views of a parameter's state that belongs to one of the workers here (counted among them)."""
-        state: dict[str, Tensor] = self.state[p]
-        return state if len(self.workers.here) == 1 else {key: value[here] for key, value in state.items()}
-
-    def is_worker_state(self, p: Tensor) -> bool:
-        """Whether the state of this parameter differs between workers (momenta of a vote) or is everybody's."""
-        return any(self._rule(g).wire == "vote" and any(p is q for q in g["params"]) for g in self.param_groups)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; torch would round the float32 state of bfloat16 parameters.
-
-        A state saved with another number of virtual workers is taken over by the rule for another M: every worker
-        starts with the mean of the saved workers' momenta and feedback. It is announced in the log.
-        """
-        check_loadable(self, state_dict)
-        fresh = dict(self.state)
-        super().load_state_dict(state_dict)
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        resized = False
-        for key, p in zip(keys, self._parameters(), strict=True):
-            self.state[p] = fresh[p]
-            resized |= fill_state(fresh[p], state_dict["state"].get(key, {}), p.dim())
-        if resized:
-            _log.warning("state of another number of workers: every worker starts with the mean of the saved ones")
+        super().__init__(params, rules, {**defaults, "steps": 0}, num_workers=len(self.workers.here))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies. Those of an optimizer with a group cannot be made: use `state_dict`."""
         if self.workers.group is not None:
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
-        own = {"workers", "rules", "transport", "ties", "seed", "bucket_elements", "abstained", "_dtypes"}
+        own = {
+            "workers",
+            "rules",
+            "num_workers",
+            "transport",
+            "ties",
+            "seed",
+            "bucket_elements",
+            "abstained",
+            "_dtypes",
+        }
         own |= {"_recorder", "_chosen", "_number"}
         return {**super().__getstate__(), **{name: value for name, value in self.__dict__.items() if name in own}}
 
@@ -193,6 +143,7 @@ class DataParallel(torch.optim.Optimizer):
                 loss = closure()
         parameters = self._parameters()
         try:
+            self._check_groups()
             gradients = self._recorder.collect(parameters)
             if self.workers.is_networked:
                 check_local(parameters)
@@ -244,9 +195,6 @@ class DataParallel(torch.optim.Optimizer):
             return math.inf
         dtypes = [g["wire_dtype"] for g in self.param_groups if self._rule(g).wire == "mean"]
         return min((torch.finfo(dtype).max / self.workers.size for dtype in dtypes), default=math.inf)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _subject(self, optimizer: int) -> Subject:
         checks_values = self.workers.is_networked and not self._number
