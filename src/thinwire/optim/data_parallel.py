@@ -83,13 +83,10 @@ class DataParallel(RuledGroups):
         link: Link | None = None,
         bucket_elements: int = BUCKET,
     ) -> None:
-        exchange: dict[str, Any] = {
-            "virtual_workers": virtual_workers,
-            "transport": transport,
-            "ties": ties,
-            "seed": seed,
-        }
-        exchange |= {"ledger": ledger, "link": link, "bucket_elements": bucket_elements}
+        exchange = {
+            "virtual_workers": virtual_workers, "transport": transport, "ties": ties, "seed": seed, "ledger": ledger,
+            "link": link, "bucket_elements": bucket_elements,
+        }  # fmt: skip
         check_options(type(self).__name__, {**exchange, **defaults})
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
         self.transport, self.ties, self.seed = transport, ties, seed
@@ -105,17 +102,9 @@ class DataParallel(RuledGroups):
         if self.workers.group is not None:
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
         own = {
-            "workers",
-            "rules",
-            "num_workers",
-            "transport",
-            "ties",
-            "seed",
-            "bucket_elements",
-            "abstained",
-            "_dtypes",
-        }
-        own |= {"_recorder", "_chosen", "_number"}
+            "rules", "num_workers", "workers", "transport", "ties", "seed", "bucket_elements", "abstained",
+            "_recorder", "_chosen", "_number", "_dtypes",
+        }  # fmt: skip
         return {**super().__getstate__(), **{name: value for name, value in self.__dict__.items() if name in own}}
 
     # --- a step ----------------------------------------------------------------------------------------------------
