@@ -91,8 +91,8 @@ def numbers_sent(optimizers: Sequence[DataParallel]) -> dict[str, int]:
             rule = optimizer.rules[group["rule"]]
             method = "vote" if rule.wire == "vote" else _METHODS[group["wire_dtype"]]
             found[method] += sum(p.numel() for p in group["params"])
-            if has_feedback(rule, group):  # the size of each matrix
-                found["fp32"] += sum(max(1, len(splits)) for splits in group["splits"])
+            if has_feedback(rule, group):  # of each matrix its size, and whether there is a vote
+                found["fp32"] += 2 * sum(max(1, len(splits)) for splits in group["splits"])
     return dict(found)
 
 
