@@ -419,3 +419,14 @@ def test_recording_copies_nothing_that_is_held_by_no_one() -> None:
     address = p.grad.data_ptr()
     taken = take_gradient(p)
     assert taken.data_ptr() == address and p.grad is None
+
+
+def test_who_trains_alone_among_others_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    assert not caplog.text
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    assert "SignMuon trains alone (group=None) in one of 4 processes" in caplog.text

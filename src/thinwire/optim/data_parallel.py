@@ -9,6 +9,7 @@ apply        the same on every worker (`Rule.apply`)
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ from thinwire.optim.rule import Rule, Slot
 from thinwire.optim.ruled_groups import RuledGroups
 from thinwire.wire import Ledger
 
+_log = logging.getLogger("thinwire")
+
 
 class DataParallel(RuledGroups):
     """Base of the optimizers here.
@@ -54,7 +57,7 @@ class DataParallel(RuledGroups):
         params: parameters, or groups of them, as `param_groups` makes them: `rule` says which rule trains a group.
         rules: by the name in a group's `rule`; a group without one gets that of "muon", the hidden matrices.
         defaults: options, by group.
-        group: of torch.distributed: the workers. None: this process alone.
+        group: of torch.distributed: the workers. None: this process alone, with a warning where there are others.
         virtual_workers: M workers in this process: call `next_worker` after each one's backward pass, `step` after
             the last. Bit for bit what M processes do.
         transport, ties, seed: of the vote, see `collectives.majority_vote`.
@@ -89,6 +92,12 @@ class DataParallel(RuledGroups):
         }  # fmt: skip
         check_options(type(self).__name__, {**exchange, **defaults})
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
+        if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _log.warning(
+                "%s trains alone (group=None) in one of %d processes: give it group=dist.group.WORLD to train with the "
+                "others, or a group of this process to say that it should not", type(self).__name__,
+                dist.get_world_size(),
+            )  # fmt: skip
         self.transport, self.ties, self.seed = transport, ties, seed
         self.bucket_elements = bucket_elements
         self.abstained = 0

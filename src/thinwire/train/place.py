@@ -80,7 +80,7 @@ def join(config: Config) -> Place:
     mesh = init_device_mesh(device.type, (world // depth, depth), mesh_dim_names=("dp", "pp"))
     return Place(
         rank, world, device, dist.group.WORLD, rank % depth, mesh["pp"].get_group() if depth > 1 else None,
-        rank // depth, mesh["dp"].get_group() if world > depth else None,
+        rank // depth, mesh["dp"].get_group(),
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Plan:
 
 def plan(config: Config, parts: Parts, place: Place) -> Plan | None:
     """Look at the network and settle the transport `auto`; None where nothing is sent. All ranks must call it."""
-    if place.replica_group is None:
+    if place.replica_group is None or config.dp.replicas == 1 or config.dp.emulate:
         return None
     link = Link.parse(config.dp.link)
     if link is not None and not math.isinf(link.bandwidth_bps):
