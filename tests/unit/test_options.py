@@ -256,3 +256,22 @@ def test_a_frames_rate_is_checked_at_every_step() -> None:
     with pytest.raises(ConfigError, match="tenth of the main rate"):
         optimizer.step()
     assert torch.equal(optimizer.state[p]["momentum"], before)
+
+
+def test_what_the_exchange_goes_by_is_checked_at_every_step() -> None:
+    for option in ("ties", "transport", "seed"):
+        p, optimizer = stepped()
+        before = p.detach().clone()
+        setattr(optimizer, option, ODD[option][0])
+        with pytest.raises(ConfigError, match=f"Signum with {option}="):
+            optimizer.step()
+        assert torch.equal(p, before)
+
+
+def test_a_state_saved_under_a_schedule_is_taken_by_an_optimizer_without_one() -> None:
+    p, optimizer = stepped()
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    other = thinwire.Signum([weight()], lr=0.3)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["initial_lr"] == other.param_groups[0]["lr"] == 0.1
+    assert torch.equal(*(one.state[q]["momentum"] for one, q in ((optimizer, p), (other, other._parameters()[0]))))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.optim.options import KINDS
 from thinwire.optim.rule import Group, Rule
 
 _numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -73,7 +74,9 @@ def check_loadable(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 
 
 def _check_like(mine: Group, saved: Group) -> None:
-    differ = sorted(mine.keys() ^ saved.keys()) or [k for k in ("names", "rule") if mine.get(k) != saved.get(k)]
+    ours = {*KINDS, "names", "splits", "positions", "rule"}  # what else is there belongs to a schedule, or the user
+    differ = sorted((mine.keys() ^ saved.keys()) & ours)
+    differ = differ or [key for key in ("names", "rule") if mine.get(key) != saved.get(key)]
     if differ:
         raise ConfigError(f"a state of another method or other parameters ({differ})", "this optimizer's own")
 

@@ -141,6 +141,7 @@ class DataParallel(RuledGroups):
                 loss = closure()
         parameters = self._parameters()
         try:
+            check_options(type(self).__name__, {"transport": self.transport, "ties": self.ties, "seed": self.seed})
             self._check_groups()
             gradients = self._recorder.collect(parameters)
             if self.workers.is_networked:

@@ -58,7 +58,8 @@ class RuledGroups(torch.optim.Optimizer):
         try:
             super().add_param_group(group)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"parameters that torch refuses ({error})", "leaf tensors, each in one group") from None
+            allowed = "leaf tensors, each in one group, all with names or none"
+            raise ConfigError(f"parameters that torch refuses ({error})", allowed) from None
 
     def _check_group(self, group: Group) -> None:
         """Raise ConfigError for options that the method or the group's rule does not take."""
