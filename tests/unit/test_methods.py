@@ -15,7 +15,6 @@ import thinwire
 from thinwire.errors import ConfigError
 from thinwire.optim import METHODS, DataParallel, SignMuon, build_optimizers, param_groups
 from thinwire.optim.buckets import make_buckets
-from thinwire.optim.gradients import take_gradient
 from thinwire.optim.means import AdamWRule
 from thinwire.optim.rule import Rule
 from thinwire.optim.signs import SignumRule
@@ -410,15 +409,6 @@ def test_recorded_gradients_are_nobody_elses(hold: Callable[[nn.Parameter], Tens
         held.zero_()
     optimizer.step()
     assert torch.equal(p.detach(), torch.full((3,), -1.0))
-
-
-def test_recording_copies_nothing_that_is_held_by_no_one() -> None:
-    p = nn.Parameter(torch.zeros(3))
-    for _ in range(2):
-        p.sum().backward()
-    address = p.grad.data_ptr()
-    taken = take_gradient(p)
-    assert taken.data_ptr() == address and p.grad is None
 
 
 def test_who_trains_alone_among_others_is_told(

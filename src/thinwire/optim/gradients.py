@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -29,13 +28,9 @@ def _is_finite(held: list[Tensor], limit: float) -> bool:
 
 
 def take_gradient(p: Tensor) -> Tensor | None:
-    """Take a parameter's gradient away; a copy where somebody else holds it, or its memory, and may overwrite it."""
+    """Return a copy of a parameter's gradient and take the gradient away: somebody may hold it, and overwrite it."""
     g, p.grad = p.grad, None
-    if g is None or g.layout is not torch.strided:
-        return g
-    storage = g.untyped_storage()
-    is_ours = sys.getrefcount(g) <= 2 and torch._C._storage_Use_Count(storage._cdata) <= 2  # each: here, and asking
-    return g if is_ours else g.clone()
+    return None if g is None else g.clone()
 
 
 class Recorder:
