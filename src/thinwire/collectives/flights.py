@@ -73,7 +73,7 @@ class Flights:
     collectives in the same order, whoever is fast or slow.
     """
 
-    AHEAD = 4
+    AHEAD = 6
 
     def __init__(self) -> None:
         self._flying: deque[Pending[Any]] = deque()
