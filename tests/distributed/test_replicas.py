@@ -121,3 +121,12 @@ def test_a_gpt_votes_too(text: Path, tmp_path: Path) -> None:
     assert "wqkv.weight" in done.stderr and "| signmuon (3 matrices)" in done.stderr and "| muon" not in done.stderr
     wrong = train(tmp_path, text, *words, "--name", "wrong", "--model.ffn-dim", "64")
     assert wrong.returncode == 2 and "model.ffn_dim=64 of a GPT" in wrong.stderr
+
+
+def test_replicas_that_were_emulated_go_on_as_processes(text: Path, tmp_path: Path) -> None:
+    words = ["tiny-gpt", "--name", "gpt", "--pipeline.microbatches", "1"]
+    assert train(tmp_path, text, *words, "--dp.emulate", "--train.steps", "2").returncode == 0
+    done = train(tmp_path, text, *words, "--resume", "--dp.no-emulate", "--train.steps", "3")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "gpt" / "summary.json").read_text())
+    assert summary["bytes_per_step_worker_dp"] * 2 == summary["bytes_per_step_dp"] > 0  # of the last step alone

@@ -414,9 +414,53 @@ def test_recorded_gradients_are_nobody_elses(hold: Callable[[nn.Parameter], Tens
 def test_who_trains_alone_among_others_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    optimizer = thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    optimizer.step()
     assert not caplog.text
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    optimizer.step()
+    optimizer.step()
+    assert caplog.text.count("trains alone") == 1
     assert "SignMuon trains alone (group=None) in one of 4 processes" in caplog.text
+
+
+def test_strides_of_a_parameter_do_not_decide_bits() -> None:
+    """One worker here and two alike, of which each casts the same vote, end with the same weights."""
+    ends = []
+    for num_workers in (1, 2):
+        generator = torch.Generator().manual_seed(3)
+        p = nn.Parameter(torch.randn(48, 64, generator=generator).t())
+        optimizer = SignMuon([p], lr=0.02, feedback=True, virtual_workers=num_workers)
+        for _ in range(6):
+            gradient = torch.randn(48, 64, generator=generator).t()
+            for _ in range(num_workers):
+                p.grad = gradient.clone()
+                optimizer.next_worker()
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+def test_feedback_survives_gradients_whose_sum_overflows() -> None:
+    p = nn.Parameter(torch.zeros(64, 64))
+    optimizer = thinwire.SignSGD([p], lr=1.0, feedback=True)
+    p.grad = torch.full((64, 64), 1e36)
+    optimizer.step()
+    assert p.isfinite().all() and optimizer.state[p]["feedback"].isfinite().all()
+
+
+def test_the_mean_of_workers_is_the_state_for_another_number_of_them() -> None:
+    p = nn.Parameter(torch.zeros(2, 3))
+    states = []
+    for worker in (1.0, 3.0):
+        optimizer = thinwire.Signum([p], lr=0.1)
+        p.grad = torch.full_like(p, worker)
+        optimizer.step()
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    mean = thinwire.mean_of_workers(states)
+    momenta = [state["state"][0]["momentum"] for state in (*states, mean)]
+    torch.testing.assert_close(momenta[2], (momenta[0] + momenta[1]) / 2)
+    optimizer.load_state_dict(mean)
+    with pytest.raises(ConfigError, match="no states of workers"):
+        thinwire.mean_of_workers([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from thinwire.cli import parse_config
 from thinwire.collectives.cost import AlphaBeta
 from thinwire.train import recipes, replicas
 from thinwire.train.config import Config
+from thinwire.train.metrics import to_json
 from thinwire.train.validate import validate
 
 VOTING = [name for name in recipes.names() if recipes.get(name).optim.method == "signmuon"]
@@ -72,3 +74,7 @@ def test_the_advice_where_signs_do_not_pay_can_be_followed(recipe: str, caplog: 
     changed = config_of(recipe, *words, *advice)
     validate(changed)
     assert (changed.optim.method, changed.dp.aux, changed.optim.lr) == ("muon", "adamw", 0.02)
+
+
+def test_json_has_neither_nan_nor_infinity() -> None:
+    assert to_json({"a": [math.nan, 1.0, (math.inf,)], "b": None}) == '{"a": [null, 1.0, [null]], "b": null}'

@@ -148,13 +148,13 @@ class Workers:
         if dist.get_backend(self.group) != "gloo" or sent.numel() < IN_TURN_BYTES:
             return dist.all_gather_single(received, sent, group=self.group, async_op=True)
         assert self.group is not None
-        return courier(self.group).all_to_all(sent.expand(self.size, -1), received.view(self.size, -1))
+        return courier(self.group).all_to_all(self.group, sent.expand(self.size, -1), received.view(self.size, -1))
 
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Any:
         if dist.get_backend(self.group) != "gloo":
             return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         assert self.group is not None
-        return courier(self.group).all_to_all(sent.view(self.size, -1), received.view(self.size, -1))
+        return courier(self.group).all_to_all(self.group, sent.view(self.size, -1), received.view(self.size, -1))
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""

@@ -109,6 +109,22 @@ def mean_state(states: Sequence[Tensor]) -> Tensor:
     return torch.stack([state.float() for state in states]).mean(0).to(states[0].dtype)
 
 
+def mean_of_workers(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the `state_dict()` with which every worker continues, from those of another number of workers."""
+    if not states:
+        raise ConfigError("no states of workers", "the state_dict() of every worker that was saved")
+    together = {
+        key: {name: _mean([theirs["state"][key][name] for theirs in states]) for name in own}
+        for key, own in states[0]["state"].items()
+    }
+    return {**states[0], "state": together}
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    """To the bit where all are alike, as those of averaged parameters are."""
+    return values[0] if all(torch.equal(values[0], value) for value in values) else mean_state(values)
+
+
 def _digest(p: Tensor) -> str:
     octets = p.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(octets.data, digest_size=8).hexdigest()

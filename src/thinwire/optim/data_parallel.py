@@ -43,7 +43,7 @@ from thinwire.optim.feedback import mean_size
 from thinwire.optim.gradients import Gradients, Recorder, first_not_finite
 from thinwire.optim.local_gradients import check_local
 from thinwire.optim.options import check_options
-from thinwire.optim.rule import Rule, Slot
+from thinwire.optim.rule import Rule, Slot, has_feedback
 from thinwire.optim.ruled_groups import RuledGroups
 from thinwire.wire import Ledger
 
@@ -92,17 +92,13 @@ class DataParallel(RuledGroups):
         }  # fmt: skip
         check_options(type(self).__name__, {**exchange, **defaults})
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
-        if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            _log.warning(
-                "%s trains alone (group=None) in one of %d processes: give it group=dist.group.WORLD to train with the "
-                "others, or a group of this process to say that it should not", type(self).__name__,
-                dist.get_world_size(),
-            )  # fmt: skip
+        self._is_told_alone = group is not None
         self.transport, self.ties, self.seed = transport, ties, seed
         self.bucket_elements = bucket_elements
         self.abstained = 0
         self._recorder = Recorder(len(self.workers.here))
         self._chosen: Transport | None = None
+        self._compared = 0  # groups whose parameters' values the workers have compared
         self._number = 0  # among the group's optimizers, once the workers have compared their parameters
         super().__init__(params, rules, {**defaults, "steps": 0}, num_workers=len(self.workers.here))
 
@@ -112,7 +108,8 @@ class DataParallel(RuledGroups):
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
         own = {
             "rules", "num_workers", "workers", "transport", "ties", "seed", "bucket_elements", "abstained",
-            "_recorder", "_chosen", "_number", "_dtypes",
+            "_recorder", "_chosen", "_number", "_compared", "_dtypes",
+            "_is_told_alone",
         }  # fmt: skip
         return {**super().__getstate__(), **{name: value for name, value in self.__dict__.items() if name in own}}
 
@@ -140,6 +137,7 @@ class DataParallel(RuledGroups):
             with torch.enable_grad():
                 loss = closure()
         parameters = self._parameters()
+        self._tell_alone()
         try:
             check_options(type(self).__name__, {"transport": self.transport, "ties": self.ties, "seed": self.seed})
             self._check_groups()
@@ -155,6 +153,16 @@ class DataParallel(RuledGroups):
         self._recorder.warn(spoiled)
         return loss
 
+    def _tell_alone(self) -> None:
+        """Not before a step: `dist.group.WORLD` is None, too, until torch.distributed has been started."""
+        if not self._is_told_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _log.warning(
+                "%s trains alone (group=None) in one of %d processes: give it group=dist.group.WORLD, after "
+                "init_process_group, to train with the others, or a group of this process to say that it should not",
+                type(self).__name__, dist.get_world_size(),
+            )  # fmt: skip
+            self._is_told_alone = True
+
     def _call(self, gradients: Sequence[Gradients]) -> tuple[Roll, dict[int, str]]:
         """Call the roll; also returns, for the workers here that have to abstain, because of which parameter."""
         limit, told = self._largest_gradient(), self._recorder.abstaining
@@ -164,7 +172,7 @@ class DataParallel(RuledGroups):
         number = self._number or next_number(self.workers.group)
         present = [[g is not None for g in own] for own in gradients]
         roll = self.workers.call(self._subject(number), abstaining, present, self._parameters()[0].device)
-        self._number = number
+        self._number, self._compared = number, len(self.param_groups)
         assign_number(self.workers.group, number)
         self.abstained += self.workers.size - len(roll.voters)
         names = [name for group in self.param_groups for name in parameter_names(group)]
@@ -191,10 +199,11 @@ class DataParallel(RuledGroups):
         if self.workers.size == 1:
             return math.inf
         dtypes = [g["wire_dtype"] for g in self.param_groups if self._rule(g).wire == "mean"]
+        dtypes += [torch.float32 for g in self.param_groups if has_feedback(self._rule(g), g)]  # the sizes
         return min((torch.finfo(dtype).max / self.workers.size for dtype in dtypes), default=math.inf)
 
     def _subject(self, optimizer: int) -> Subject:
-        checks_values = self.workers.is_networked and not self._number
+        checks_values = self.workers.is_networked and self._compared != len(self.param_groups)
         rules = [(group, self._rule(group)) for group in self.param_groups]
         layout, options = describe_parameters(rules, checks_values), describe_options(self.param_groups)
         elements = sum(p.numel() for p in self._parameters())

@@ -27,7 +27,7 @@ def add_feedback(direction: Tensor, error: Tensor, splits: Sequence[int] = ()) -
     sizes = []
     for part, left in zip(row_blocks(total, splits), row_blocks(error, splits), strict=True):
         voting = part.count_nonzero()
-        size = part.abs().sum() / voting.clamp(min=1)
+        size = (part.abs().sum(dtype=torch.float64) / voting.clamp(min=1)).float()
         left.copy_(torch.where(part != 0, part - size * part.sign(), left))
         sizes.append(torch.stack([size, (voting > 0).to(size.dtype)]))
     return total, torch.stack(sizes, dim=1)

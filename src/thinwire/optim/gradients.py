@@ -66,6 +66,11 @@ class Recorder:
                     f"of all {self.num_workers} virtual workers",
                     "call next_worker() after each one's backward pass",
                 )
+            if any(len(own) != len(parameters) for own in self.recorded):
+                raise ConfigError(
+                    f"gradients of {[len(own) for own in self.recorded]} parameters", f"{len(parameters)} each",
+                    "add groups before the first worker's backward pass",
+                )  # fmt: skip
             gradients, self.recorded = self.recorded, []
         if any(g is not None and g.is_sparse for worker in gradients for g in worker):
             raise ConfigError("sparse gradients", "dense ones", "build the embedding with sparse=False")

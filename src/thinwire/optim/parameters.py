@@ -49,6 +49,11 @@ def check_parameters(group: Group) -> None:
     for p in group["params"]:
         if type(p) not in (nn.Parameter, Tensor):
             raise ConfigError(f"a parameter of type {type(p).__name__}", "plain parameters, whole on every worker")
+        strides = zip(p.shape, p.stride(), strict=True) if p.layout is torch.strided else ()
+        if any(size > 1 and stride == 0 for size, stride in strides):
+            raise ConfigError(
+                f"an expanded parameter {tuple(p.shape)}", "a place in memory for each number", "clone it"
+            )
         if p.dtype not in FLOATS or p.layout is not torch.strided:
             raise ConfigError(
                 f"a parameter of {p.dtype} {tuple(p.shape)}, {p.layout}", "dense real floating-point numbers",

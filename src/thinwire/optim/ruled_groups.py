@@ -73,6 +73,8 @@ class RuledGroups(torch.optim.Optimizer):
         state = rule.state(p, group)
         if has_feedback(rule, group):
             state["feedback"] = torch.zeros_like(p, dtype=torch.float32)
+        # Alike for one worker here and for many: the order of numbers in memory decides the last bits of a sum.
+        state = {key: value.contiguous() for key, value in state.items()} if rule.wire == "vote" else state
         copies = self.num_workers if rule.wire == "vote" else 1
         return state if copies == 1 else {key: torch.stack([value] * copies) for key, value in state.items()}
 

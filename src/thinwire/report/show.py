@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.report.picture import comparison_picture
 from thinwire.report.runs import load_run
 from thinwire.report.table import comparison_rows, comparison_tables
+from thinwire.train.metrics import to_json
 
 
 def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> None:
@@ -22,7 +22,7 @@ def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> No
     runs = [load_run(folder) for folder in folders]
     comparison_picture(runs, picture)
     if as_json:
-        print(json.dumps(comparison_rows(runs), indent=2))
+        print(to_json(comparison_rows(runs), indent=2))
         return
     console = Console()
     for table in comparison_tables(runs):

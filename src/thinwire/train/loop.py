@@ -66,6 +66,7 @@ class Trainer:
         self._begin()  # may refuse a checkpoint: nothing has been written yet
         self._prepare_folder()
         self.journal.open(self.step, routing_table(self.config, self.parts.routes, self.place))
+        first_step = self.step
         exchange = replicas.plan(self.config, self.parts, self.place)
         self.journal.say(exchange.lines() if exchange else [])
         self.meter.read()
@@ -81,7 +82,7 @@ class Trainer:
         finally:
             self.journal.close()
         evaluation = evaluation or self.validation.run(self.engine)
-        summary = summarise(self.config, self.place, self.parts, self.journal.records, evaluation, exchange)
+        summary = summarise(self.config, self.place, self.parts, self.journal.records, evaluation, exchange, first_step)
         self.journal.say(replicas.lines(summary))
         return summary
 

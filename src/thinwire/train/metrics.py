@@ -77,10 +77,23 @@ class Gathering:
         }
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON, which knows neither NaN nor infinity: they become null."""
+    return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON object to a file of lines."""
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(to_json(record) + "\n")
 
 
 def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -95,7 +108,7 @@ def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
             continue  # the last line of a run that was killed while writing
         if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
             kept.append(record)
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
     return kept
 
 

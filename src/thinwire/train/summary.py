@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import platform
 import resource
 import shlex
@@ -23,7 +23,7 @@ from thinwire.plan import simulate
 from thinwire.train import replicas
 from thinwire.train.build import Parts, ranks_of_stages
 from thinwire.train.config import Config
-from thinwire.train.metrics import MEANED, SUMMED, write_atomically
+from thinwire.train.metrics import MEANED, SUMMED, to_json, write_atomically
 from thinwire.train.place import Place, gather_json
 from thinwire.wire import HEADER_BYTES
 
@@ -37,18 +37,23 @@ def summarise(
     records: Sequence[dict[str, Any]],
     evaluation: dict[str, float],
     exchange: replicas.Plan | None = None,
+    first_step: int = 0,
 ) -> dict[str, Any]:
-    """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
+    """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere.
+
+    What replicas cost is that of the steps after `first_step`: earlier ones may have been taken by another number.
+    """
     stages = _gather(_stage_accounts(config, parts) if place.replica == 0 else [], place)
     if not place.is_main:
         return {}
     records = [record for record in records if record.keys() >= {"step_s", *SUMMED, *MEANED}]  # of this version
     steady = records[_SETTLING_STEPS:] or records
+    lately = [record for record in steady if record["step"] > first_step] or steady[-1:]
     summary = {
         **evaluation,
         "params": sum(stage["params"] for stage in stages),
         **_traffic(config, records),
-        **replicas.account(config, exchange, steady, sum(stage["params"] for stage in stages)),
+        **replicas.account(config, exchange, lately, sum(stage["params"] for stage in stages)),
         "median_step_s": median(record["step_s"] for record in steady),
         "predicted_step_s": predicted_step_s(config, stages, steady),
         "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
@@ -63,12 +68,12 @@ def summarise(
         "command": shlex.join(["thinwire", *sys.argv[1:]]),
         "seed": config.train.seed,
     }
-    write_atomically(Path(config.folder) / config.name / "summary.json", json.dumps(summary, indent=2))
+    write_atomically(Path(config.folder) / config.name / "summary.json", to_json(summary, indent=2))
     return summary
 
 
 def _largest_error(records: Sequence[dict[str, Any]]) -> float:
-    return max(float(record["orthogonality_error"]) for record in records)
+    return max(math.nan if error is None else error for error in (record["orthogonality_error"] for record in records))
 
 
 def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> float:
