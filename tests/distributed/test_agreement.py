@@ -221,7 +221,13 @@ def under_ddp(rank: int) -> list[str]:
     outside = told(optimizer.step)
     with model.no_sync():
         F.mse_loss(model(torch.ones(2, 3)), torch.zeros(2, 3)).backward()
-    return [outside, told(optimizer.step), wrapped_later()]
+    inside = told(optimizer.step)
+    model(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad(), model.no_sync():
+        model(torch.ones(2, 3))
+    validated = told(optimizer.step)
+    module(torch.ones(2, 3)).sum().backward()
+    return [outside, inside, wrapped_later(), validated, told(optimizer.step)]
 
 
 def wrapped_later() -> str:
@@ -282,5 +288,6 @@ def test_a_disagreement_is_told_to_all_alike(results: Any) -> None:
 
 def test_gradients_that_ddp_has_averaged_are_refused(results: Any) -> None:
     for result in results if len(results) > 1 else []:
-        outside, inside, later = result["ddp"]
+        outside, inside, later, validated, bare = result["ddp"]
+        assert "averaged" in validated and bare == "nothing"
         assert "averaged" in outside and "no_sync" in outside and inside == "nothing" and "averaged" in later

@@ -63,7 +63,7 @@ class Weight:
             return d, torch.zeros(0)
         total = d.float() + self.errors[j]
         total = torch.where(d != 0, total, 0.0)
-        sizes = [part.abs().sum() / part.count_nonzero() for part in self.parts(total)]
+        sizes = [(part.abs().sum(dtype=torch.float64) / part.count_nonzero()).float() for part in self.parts(total)]
         left = [part - size * part.sign() for part, size in zip(self.parts(total), sizes, strict=True)]
         self.errors[j] = torch.cat(left)
         return total, torch.stack(sizes)

@@ -41,7 +41,7 @@ from thinwire.optim.agreement import assign_number, describe_options, describe_p
 from thinwire.optim.buckets import Bucket, directions, make_buckets
 from thinwire.optim.feedback import mean_size
 from thinwire.optim.gradients import Gradients, Recorder, first_not_finite
-from thinwire.optim.local_gradients import check_local
+from thinwire.optim.local_gradients import check_local, watch_wrappers
 from thinwire.optim.options import check_options
 from thinwire.optim.rule import Rule, Slot, has_feedback
 from thinwire.optim.ruled_groups import RuledGroups
@@ -100,6 +100,8 @@ class DataParallel(RuledGroups):
         self._chosen: Transport | None = None
         self._compared = 0  # groups whose parameters' values the workers have compared
         self._number = 0  # among the group's optimizers, once the workers have compared their parameters
+        if self.workers.is_networked:
+            watch_wrappers()
         super().__init__(params, rules, {**defaults, "steps": 0}, num_workers=len(self.workers.here))
 
     def __getstate__(self) -> dict[str, Any]:

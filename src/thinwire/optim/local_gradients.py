@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.errors import ConfigError
 
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # all that live in this process
+_synchronised = WeakTensorKeyDictionary()  # parameters that a wrapper's forward pass has prepared for averaging
 _watching: list[Any] = []
 
 
 def watch_wrappers() -> None:
-    """Know every wrapper, without a search at every step: those alive from a search, later ones as they are made."""
+    """From now on note what is averaged: by wrappers that there are, found once, and by later ones as they are made."""
     if not _watching:
-        _watching.append(register_module_module_registration_hook(_note))
-        _wrappers.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+        _watching.append(register_module_module_registration_hook(_watch_new))
+        for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+            wrapper.register_forward_pre_hook(_note)
 
 
-def check_local(parameters: Iterable[Tensor]) -> None:
-    """Raise ConfigError where a DistributedDataParallel around any of these parameters has synchronised gradients.
+def check_local(parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigError where a DistributedDataParallel has averaged gradients of any of these since the last call.
 
-    Under its `no_sync()` it leaves them alone. Which of both happened in the last forward pass it records in
-    `require_forward_param_sync`.
+    It does so after a forward pass with gradients, unless that was under its `no_sync()`.
     """
-    watch_wrappers()
-    synchronising = [wrapper for wrapper in _wrappers if getattr(wrapper, "require_forward_param_sync", False)]
-    ours = {id(p) for p in parameters} if synchronising else set()
-    if any(id(p) in ours for wrapper in synchronising for p in wrapper.parameters()):
+    averaged = [p for p in parameters if _synchronised.pop(p, False)] if len(_synchronised) else []
+    if averaged:
         raise ConfigError(
             "gradients that DistributedDataParallel has averaged: every worker would vote the same, at full cost",
             "each worker's own gradients",
@@ -41,7 +40,13 @@ def check_local(parameters: Iterable[Tensor]) -> None:
         )
 
 
-def _note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def _watch_new(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """A wrapper registers what it wraps as a module of its own."""
-    if isinstance(parent, DistributedDataParallel):
-        _wrappers.add(parent)
+    if isinstance(parent, DistributedDataParallel) and name == "module":
+        parent.register_forward_pre_hook(_note)
+
+
+def _note(wrapper: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled() and getattr(wrapper, "require_backward_grad_sync", False):
+        for p in wrapper.parameters():
+            _synchronised[p] = True
