@@ -20,11 +20,14 @@ _EXPORTS = {
     "majority_vote": "thinwire.collectives",
     "Spel": "thinwire.optim",
     "build_optimizers": "thinwire.optim",
+    "mean_of_workers": "thinwire.optim",
     "param_groups": "thinwire.optim",
     "orthogonality_error": "thinwire.stiefel",
     "Link": "thinwire.link",
     "Ledger": "thinwire.wire",
     "codecs": "",
+    "collectives": "",
+    "optim": "",
     "pipeline": "",
 }
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ def _train(words: list[str]) -> None:
     from thinwire.train import recipes
     from thinwire.train.launch import train
     from thinwire.train.restore import read_config
+    from thinwire.train.validate import settle
 
     if not words or words[0].startswith("-"):
         listing = "\n".join(f"  {name:18} {text}" for name, text in recipes.describe())
@@ -71,7 +73,16 @@ def _train(words: list[str]) -> None:
         saved = read_config(Path(config.folder) / config.name)
         config = parse_config(dataclasses.replace(saved, folder=config.folder, name=config.name), words[1:])
         config = dataclasses.replace(config, overwrite=False)
-    train(config)
+    settled, left_out = settle(config, given_fields(words[1:]))
+    if left_out and os.environ.get("RANK", "0") == "0":
+        print(f"{words[0]}'s {', '.join(left_out)} does not apply here and is left out", file=sys.stderr)
+    train(settled)
+
+
+def given_fields(words: Sequence[str]) -> set[str]:
+    """The fields that a command line names: `section.field`."""
+    flags = (word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--"))
+    return {flag.replace(".no_", ".") for flag in flags}
 
 
 def parse_config(default: Any, words: Sequence[str]) -> Any:
@@ -159,11 +170,11 @@ def _generate(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    """Compare runs: a table here, and one picture of loss over tokens, time and bytes."""
+    """Compare runs: tables here, and one picture of loss over data, time and bytes."""
     parser = _parser("report", _report)
     parser.add_argument("runs", nargs="+", help="run folders; the first is the reference of the speed-up")
     parser.add_argument("--picture", default="", help="where the picture goes (default: into the first run's folder)")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of the tables")
     given = _parse(parser, words)
     from thinwire.report import show
 
@@ -194,4 +205,4 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
 }
 
-__all__ = ["ThinwireError", "main", "parse_config"]
+__all__ = ["ThinwireError", "given_fields", "main", "parse_config"]

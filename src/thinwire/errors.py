@@ -9,6 +9,12 @@ class ThinwireError(Exception):
     exit_code = 1
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An error's text on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class ConfigError(ThinwireError, ValueError):
     """The user's configuration is wrong. The command line exits with 2."""
 

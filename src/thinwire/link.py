@@ -65,6 +65,14 @@ class Link:
         return f"{rate},{_plain(self.latency_s * 1e3)}ms"
 
 
+def rate(bandwidth_bps: float) -> str:
+    """A measured bandwidth for people, to three digits."""
+    if math.isinf(bandwidth_bps):
+        return "more than can be measured"
+    megabits = bandwidth_bps / 1e6
+    return f"{megabits:,.0f} Mbit/s" if megabits >= 100 else f"{megabits:.3g} Mbit/s"
+
+
 def _plain(number: float) -> str:
     """Without an exponent, which `parse` does not read."""
     return f"{number:.9f}".rstrip("0").rstrip(".")

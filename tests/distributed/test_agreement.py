@@ -221,7 +221,24 @@ def under_ddp(rank: int) -> list[str]:
     outside = told(optimizer.step)
     with model.no_sync():
         F.mse_loss(model(torch.ones(2, 3)), torch.zeros(2, 3)).backward()
-    return [outside, told(optimizer.step)]
+    inside = told(optimizer.step)
+    model(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad(), model.no_sync():
+        model(torch.ones(2, 3))
+    validated = told(optimizer.step)
+    module(torch.ones(2, 3)).sum().backward()
+    return [outside, inside, wrapped_later(), validated, told(optimizer.step)]
+
+
+def wrapped_later() -> str:
+    """What an optimizer that has stepped already is told of a wrapper made afterwards, around a part of its model."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = SignMuon(param_groups(module), group=dist.group.WORLD)
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    wrapper = DistributedDataParallel(module[1])
+    wrapper(torch.ones(2, 3)).sum().backward()
+    return told(optimizer.step)
 
 
 def everything(rank: int) -> dict[str, Any]:
@@ -240,6 +257,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(request.param, everything)
 
 
+@pytest.mark.filterwarnings("ignore:worker . abstained from a step:RuntimeWarning")
 def test_processes_virtual_workers_and_the_reference_agree(results: Any) -> None:
     for case in cases_of(len(results)):
         wanted = in_this_process(case, len(results), torch.float64)
@@ -249,6 +267,7 @@ def test_processes_virtual_workers_and_the_reference_agree(results: Any) -> None
         assert by_the_reference(case, len(results)) == wanted, case
 
 
+@pytest.mark.filterwarnings("ignore:worker . abstained from a step:RuntimeWarning")
 def test_they_agree_in_float32(results: Any) -> None:
     wanted = in_this_process("signmuon", len(results), torch.float32)
     assert all(result["float32"] == wanted for result in results)
@@ -269,5 +288,6 @@ def test_a_disagreement_is_told_to_all_alike(results: Any) -> None:
 
 def test_gradients_that_ddp_has_averaged_are_refused(results: Any) -> None:
     for result in results if len(results) > 1 else []:
-        outside, inside = result["ddp"]
-        assert "averaged" in outside and "no_sync" in outside and inside == "nothing"
+        outside, inside, later, validated, bare = result["ddp"]
+        assert "averaged" in validated and bare == "nothing"
+        assert "averaged" in outside and "no_sync" in outside and inside == "nothing" and "averaged" in later

@@ -59,6 +59,7 @@ def test_accuracy_is_measured(run: Path) -> None:
 def test_emulated_replicas_are_the_same_run(run: Path, cifar: Path, tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "twin", "--data.source", str(cifar), "--dp.emulate")
     assert done.returncode == 0, done.stderr
+    assert "pictures/s" in done.stderr and "token" not in done.stderr
     old, new = (tensors(one / "checkpoints" / "step-00000004") for one in (run, tmp_path / "twin"))
     names = [name for name in old if name.startswith("model/")]
     assert any("running_mean" in name for name in names)

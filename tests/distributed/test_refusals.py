@@ -44,6 +44,8 @@ def work(rank: int) -> dict[str, str]:
     apart.grad = torch.ones(5, 3)
     optimizer = thinwire.Signum([apart], group=group)
     words["values"], words["values again"] = said(optimizer.step), said(optimizer.step)
+    words["changed"], words["changed back"] = changed(rank, group)
+    words["skipped"] = skipped(rank, group)
     p.grad = torch.full((5, 3), 2e38)
     thinwire.Muon([p], group=group).step()
     words["large"] = "finite" if bool(p.isfinite().all()) else "not finite"
@@ -52,6 +54,32 @@ def work(rank: int) -> dict[str, str]:
         thinwire.majority_vote(torch.ones(3), group)
     words["threads"] = str(threading.active_count() - before)
     return words
+
+
+def changed(rank: int, group: Any) -> tuple[str, str]:
+    """A schedule gives one worker a rate that is not a number; then it gets a good one."""
+    import thinwire
+
+    p = nn.Parameter(torch.ones(2))
+    optimizer = thinwire.Signum([p], lr=0.1, group=group)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan") if rank else 0.1
+    refused = said(optimizer.step)
+    optimizer.param_groups[0]["lr"] = 0.1
+    return refused, said(optimizer.step)
+
+
+def skipped(rank: int, group: Any) -> str:
+    """One worker leaves out a step of the first of two optimizers that are alike."""
+    import thinwire
+
+    pair = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [thinwire.Signum([p], group=group) for p in pair]
+    for p, optimizer in zip(pair, optimizers, strict=True):
+        p.grad = torch.ones(2)
+        optimizer.step()
+    return said(optimizers[rank].step)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +97,10 @@ def words() -> list[dict[str, str]]:
         ("values", "values", "values"),
         ("values again", "values", "values"),
         ("alike", "nothing", "nothing"),
+        ("rates", "worker 1 is at step 0, worker 0 at step 0", "let none leave out a step"),
+        ("changed", "input that worker 1 refused", "Signum with lr=nan"),
+        ("changed back", "nothing", "nothing"),
+        ("skipped", "worker 1 is at step 1, worker 0 at step 1", "entry 0 is optimizer "),
         ("large", "finite", "finite"),
         ("threads", "0", "0"),
     ],

@@ -28,16 +28,18 @@ TWO_BY_TWO = [*TWO_STAGES, "--dp.replicas", "2"]
 def square(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """Two stages x two replicas, four steps, checkpoints after two and four."""
     folder = tmp_path_factory.mktemp("replicas")
-    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms")
+    done = train(folder, text, *TWO_BY_TWO, "--name", "square", "--dp.link", "100mbit,1ms", "--dp.transport", "auto")
     assert done.returncode == 0, done.stderr
+    assert "<- this run" in done.stderr and "a step's exchange took" in done.stderr
     return folder / "square"
 
 
 def test_replicas_are_accounted_for(square: Path) -> None:
     summary = json.loads((square / "summary.json").read_text())
     steps = lines(square / "metrics.jsonl")
-    assert all(step["wire_bytes_dp"] > 0 and step["vote_s"] > 0 for step in steps)
-    assert summary["compression_factor_dp"] > 2 and summary["predicted_vote_s"] > 0
+    assert all(step["wire_bytes_dp"] > 0 and step["exchange_s"] > 0 for step in steps)
+    assert summary["compression_factor_dp"] > 2 and summary["predicted_exchange_s"] > 0
+    assert summary["bytes_per_step_worker_dp"] == summary["bytes_per_step_dp"] / 4 and summary["break_even_bps"] > 0
     assert [stage["stage"] for stage in summary["stages"]] == [0, 1]
     saved = tensors(square / "checkpoints" / "step-00000004")
     momenta = [
@@ -102,7 +104,7 @@ def test_a_killed_replica_is_named(text: Path, tmp_path: Path) -> None:
         (["--dp.replicas", "3"], "for 3 replicas"),
         (["--dp.transport", "pigeon"], "pigeon"),
         (["--optim.scale", "rms", "--optim.method", "muon"], "optim.scale, which has no effect"),
-        (["--dp.emulate", "--dp.link", "1mbit"], "dp.link, which has no effect"),
+        (["--dp.replicas", "1", "--dp.link", "1mbit"], "dp.link, which has no effect"),
         (["--dp.link", "fast"], "fast"),
     ],
 )
@@ -116,6 +118,15 @@ def test_a_gpt_votes_too(text: Path, tmp_path: Path) -> None:
     words = ["tiny-gpt", "--name", "gpt", "--dp.emulate", "--train.steps", "3", "--pipeline.microbatches", "1"]
     done = train(tmp_path, text, *words)
     assert done.returncode == 0, done.stderr
-    assert "wqkv.weight" in done.stderr and "(3 matrices)" in done.stderr
+    assert "wqkv.weight" in done.stderr and "| signmuon (3 matrices)" in done.stderr and "| muon" not in done.stderr
     wrong = train(tmp_path, text, *words, "--name", "wrong", "--model.ffn-dim", "64")
     assert wrong.returncode == 2 and "model.ffn_dim=64 of a GPT" in wrong.stderr
+
+
+def test_replicas_that_were_emulated_go_on_as_processes(text: Path, tmp_path: Path) -> None:
+    words = ["tiny-gpt", "--name", "gpt", "--pipeline.microbatches", "1"]
+    assert train(tmp_path, text, *words, "--dp.emulate", "--train.steps", "2").returncode == 0
+    done = train(tmp_path, text, *words, "--resume", "--dp.no-emulate", "--train.steps", "3")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "gpt" / "summary.json").read_text())
+    assert summary["bytes_per_step_worker_dp"] * 2 == summary["bytes_per_step_dp"] > 0  # of the last step alone

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tests.distributed.harness import run_ranks
 from tests.reference import votes as reference
+from thinwire import collectives
 from thinwire.collectives import TIES, TRANSPORTS, majority_vote, workers
 from thinwire.errors import ConfigError, PeerError
 from thinwire.link import Link
@@ -113,6 +115,27 @@ def in_subgroups(rank: int, world: int) -> list[Any]:
     return wrong
 
 
+def in_buckets(rank: int, ranks: list[int]) -> list[Any]:
+    """Votes that are longer than a bucket, and sent in turn, without being long."""
+    with mock.patch.object(collectives, "BUCKET", 128), mock.patch.object(workers, "IN_TURN_BYTES", 8):
+        return wrong_votes(rank, ranks, None, [], (500, 1027))
+
+
+def beside_messages(rank: int, world: int) -> list[Any]:
+    """What is sent in turn, while a message of the user's own is awaited on the same group."""
+    if world == 1:
+        return []
+    received = torch.zeros(64)
+    waiting = dist.irecv(received, src=1) if rank == 0 else None
+    wrong = in_buckets(rank, list(range(world)))
+    if rank == 1:
+        dist.send(torch.arange(64.0), dst=0)
+    if waiting is not None:
+        waiting.wait()
+        wrong += [] if torch.equal(received, torch.arange(64.0)) else ["the message"]
+    return wrong
+
+
 def emulated_s(rank: int) -> float:
     """Seconds of a vote whose payload takes 0.1 s and whose three or more rounds take 0.01 s each."""
     ledger = Ledger()
@@ -130,6 +153,8 @@ def everything(rank: int) -> dict[str, Any]:
         "votes": wrong_votes(rank, everybody, None, []),
         "abstain": wrong_votes(rank, everybody, None, [world - 1], (9, 500)),
         "nobody": wrong_votes(rank, everybody, None, everybody, (65,)),
+        "buckets": in_buckets(rank, everybody),
+        "beside": beside_messages(rank, world),
         "bills": bills(rank),
         "refusals": refusals(rank, world),
         "subgroups": in_subgroups(rank, world),
@@ -143,7 +168,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return run_ranks(request.param, everything)
 
 
-@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups"])
+@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups", "buckets", "beside"])
 def test_every_transport_gives_the_reference_on_every_rank(results: Results, who: str) -> None:
     for rank, result in enumerate(results):
         assert result[who] == [], f"rank {rank}"
@@ -207,8 +232,14 @@ def test_alone_without_torch_distributed() -> None:
         ({"transport": "pigeon"}, "'pigeon'.*packed, gather, sum, auto"),
         ({"ties": "coin"}, "'coin'.*zero, random, owner"),
         ({"signs": torch.ones(2, dtype=torch.complex64)}, "complex64.*real"),
+        ({"signs": torch.ones(2, device="meta")}, "on meta"),
+        ({"signs": [1.0]}, "a vote on list"),
+        ({"step": 1.5}, "step=1.5"),
+        ({"seed": None}, "seed=None"),
+        ({"link": "20mbit"}, "link='20mbit'.*a Link or None"),
+        ({"ledger": 3}, "ledger=3"),
     ],
-    ids=["transport", "ties", "complex"],
+    ids=["transport", "ties", "complex", "meta", "list", "step", "seed", "link", "ledger"],
 )
 def test_what_is_no_vote_is_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):

@@ -62,7 +62,8 @@ class Weight:
         if not self.options["feedback"]:
             return d, torch.zeros(0)
         total = d.float() + self.errors[j]
-        sizes = [part.abs().mean() for part in self.parts(total)]
+        total = torch.where(d != 0, total, 0.0)
+        sizes = [(part.abs().sum(dtype=torch.float64) / part.count_nonzero()).float() for part in self.parts(total)]
         left = [part - size * part.sign() for part, size in zip(self.parts(total), sizes, strict=True)]
         self.errors[j] = torch.cat(left)
         return total, torch.stack(sizes)
@@ -135,8 +136,10 @@ def step(weights: Sequence[Weight], gradients: Sequence[Gradients], ties: str, s
     workers = len(gradients)
     finite = [all(g is None or bool(g.isfinite().all()) for g in own) for own in gradients]
     voters = [j for j in range(workers) if finite[j]]
-    first_word = 0
+    following = 0
     for i, weight in enumerate(weights):
+        first_word = following
+        following += -(-weight.value.numel() // 64) if weight.rule not in ("muon", "adamw", "sgd") else 0
         own = {j: g for j in voters if (g := gradients[j][i]) is not None}
         if not own:
             continue
@@ -148,7 +151,9 @@ def step(weights: Sequence[Weight], gradients: Sequence[Gradients], ties: str, s
         cast = [weight.direction(j, own[j]) if j in own else nothing for j in voters]
         rows = [votes.signs(d.numpy()) for d, _ in cast]
         decided = torch.from_numpy(votes.vote(rows, ties, seed, number, first_word)).view(weight.value.shape)
-        sizes = mean([s for _, s in cast], torch.float32, workers) if weight.options["feedback"] else torch.zeros(0)
+        sizes = torch.zeros(0)
+        if weight.options["feedback"]:  # the mean over those who vote
+            sizes = mean([s for _, s in cast], torch.float32, workers)
+            sizes = sizes / mean([torch.tensor(float(j in own)) for j in voters], torch.float32, workers)
         weight.take_vote(decided, sizes)
-        first_word += -(-weight.value.numel() // 64)
     return bool(voters)

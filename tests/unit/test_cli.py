@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from thinwire.cli import main
+from thinwire.cli import given_fields, main, parse_config
+from thinwire.errors import ConfigError
 from thinwire.train import recipes
 from thinwire.train.stored import from_dict, to_dict
-from thinwire.train.validate import validate
+from thinwire.train.validate import settle, validate
 
 SMALL = [
     "--model.dim", "32", "--model.num-layers", "4", "--model.num-heads", "2", "--model.seq-len", "16",
@@ -62,12 +63,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "tiny", "--pipeline.link", "fast"], "link 'fast'"),
         (["train", "tiny", "--pipeline.link", "0mbit"], "a rate above 0"),
         (["train", "tiny", "--codec.name", "zip"], "allowed: identity, mapl"),
-        (["train", "tiny", "--codec.rank", "4"], "codec.rank with the identity codec"),
+        (["train", "tiny", "--codec.rank", "4"], "codec.rank, which has no effect with llama, muon, identity"),
         (["train", "tiny", "--codec.name", "mapl"], "exactly one of codec.rank and codec.factor"),
         (["train", "tiny", "--codec.name", "mapl", "--codec.rank", "193"], "for activations of width 192"),
         (["train", "tiny", "--codec.name", "mapl", "--codec.factor", "1000"], "codec factor 1000"),
         (["train", "tiny", "--pipeline.stages-per-rank", "2"], "pipeline.stages_per_rank, which has no effect"),
-        (["train", "tiny-mapl", "--pipeline.stages", "1"], "codec.name, which has no effect"),
+        (["train", "tiny", "--pipeline.stages", "1", "--codec.name", "mapl"], "codec.name, which has no effect"),
+        (["train", "tiny-mapl", "--codec.rank", "4", "--codec.factor", "8"], "exactly one of codec.rank"),
         (["train", "tiny", "--optim.frame-ratio", "0.2"], "optim.frame_ratio, which has no effect"),
         (["train", "tiny", "--optim.lr", "nan"], "optim.lr=nan"),
         (["train", "tiny-mapl", "--optim.lr", "1"], "frames' rate 0.1"),
@@ -262,3 +264,32 @@ def test_what_is_no_error_of_ours_is_one_line_too(
     assert main(["train", "tiny", *SMALL]) == 1
     line = capsys.readouterr().err
     assert "unexpected ZeroDivisionError: by nothing" in line and len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "left_out"),
+    [
+        ("tiny-gpt", ["--optim.method", "muon"], {"dp.ties"}),
+        ("tiny-gpt", ["--optim.method=adamw", "--dp.replicas=1"], {"dp.ties"}),
+        ("2d-llama", ["--dp.replicas", "1"], {"dp.link"}),
+        ("2d-llama", ["--dp.emulate", "--pipeline.emulate"], set()),
+        ("2d-llama", ["--pipeline.stages", "1", "--pipeline.microbatches", "1"],
+         {"codec.name", "codec.factor", "codec.anchor_rank", "pipeline.link", "optim.frame_ratio"}),
+        ("demo-mapl", ["--codec.name", "identity"], {"codec.factor", "codec.anchor_rank"}),
+        ("tiny-mapl", ["--codec.rank", "8"], set()),
+        ("signmuon-cifar10", ["--optim.method", "lion"], {"optim.momentum"}),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_says_gives_way_to_what_the_user_says(name: str, words: list[str], left_out: set[str]) -> None:
+    config, names = settle(parse_config(recipes.get(name), words), given_fields(words))
+    validate(config)
+    assert set(names) == left_out
+
+
+def test_what_the_user_says_stays() -> None:
+    words = ["--optim.method", "muon", "--dp.ties", "random", "--dp.no-emulate"]
+    assert given_fields(words) == {"optim.method", "dp.ties", "dp.emulate"}
+    config, names = settle(parse_config(recipes.get("tiny-gpt"), words), given_fields(words))
+    assert not names
+    with pytest.raises(ConfigError, match=r"dp\.ties, which has no effect"):
+        validate(config)

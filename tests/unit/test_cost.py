@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from thinwire.collectives import TIES, TRANSPORTS, Ties, Workers, choose
-from thinwire.collectives.cost import AlphaBeta, break_even_bps, cheapest, payload_bytes, probe, seconds, table
+from thinwire.collectives import TIES, TRANSPORTS, Ties, Workers, choose, cost
+from thinwire.collectives.cost import (
+    AlphaBeta,
+    break_even_bps,
+    cheapest,
+    payload_bytes,
+    probe,
+    seconds,
+    step_bytes,
+    step_s,
+    table,
+)
 from thinwire.collectives.roll import HEADER_BYTES
 from thinwire.errors import ConfigError
 
@@ -103,14 +114,23 @@ def test_an_unknown_method_is_refused() -> None:
         payload_bytes("morse", 1, 2)
 
 
-def test_the_table_has_all_methods() -> None:
-    rows = table(1000, 4, SLOW, "random")
-    assert [row[0] for row in rows] == ["fp32", "bf16", *TRANSPORTS]
+def test_exchanges_of_a_step_share_the_link_and_wait_for_its_latency_together() -> None:
+    numbers = {"packed": 800, "bf16": 100, "fp32": 10}
+    num_bytes = sum(payload_bytes(method, n, 2, "random") for method, n in numbers.items()) + HEADER_BYTES
+    assert step_s(numbers, 2, AlphaBeta(1.0, 0.0), "random") == 3  # headers, there, and back
+    assert step_s(numbers, 2, AlphaBeta(0.0, 1.0), "random") == step_bytes(numbers, 2, "random") == num_bytes
+    assert step_s(numbers, 1, AlphaBeta(1.0, 1.0)) == 0
+
+
+def test_the_table_has_all_transports_with_the_means_beside_them() -> None:
+    averaged = {"bf16": 10.0}
+    first, *rows = table(1000, averaged, 4, SLOW, "random")
+    assert first == ("fp32", payload_bytes("fp32", 1010, 4), seconds("fp32", 1010, 4, SLOW))
+    assert [row[0] for row in rows] == [*TRANSPORTS]
     for name, num_bytes, time_s in rows:
-        assert (num_bytes, time_s) == (
-            payload_bytes(name, 1000, 4, "random"),
-            seconds(name, 1000, 4, SLOW, "random"),
-        )
+        assert num_bytes == step_bytes({name: 1000, **averaged}, 4, "random")
+        assert time_s == step_s({name: 1000, **averaged}, 4, SLOW, "random")
+    assert [row[0] for row in table(0, averaged, 4, SLOW)] == ["fp32", "means"]
 
 
 def test_alone_nothing_is_measured() -> None:
@@ -118,3 +138,20 @@ def test_alone_nothing_is_measured() -> None:
     assert probe(alone, torch.device("cpu")) == AlphaBeta(0, 0)
     assert choose(alone, "auto", 10, "zero", torch.ones(1)) == "packed"
     assert choose(alone, "sum", 10, "zero", torch.ones(1)) == "sum"
+
+
+@pytest.mark.parametrize(
+    ("times", "alpha_s", "bandwidth_bps"),
+    [
+        ({8: 0.02, 1 << 18: 0.12}, 0.01, 8 * 2 * ((1 << 18) - 8) / 0.10),
+        ({8: 0.02, 1 << 18: 0.03, 1 << 22: 0.42}, 0.01, 8 * 2 * ((1 << 22) - 8) / 0.40),
+        ({8: 0.02, 1 << 18: 0.01, 1 << 22: 0.01}, 0.01, math.inf),
+    ],
+    ids=["slow", "fast", "too fast"],
+)
+def test_a_bandwidth_is_measured_or_called_infinite(
+    monkeypatch: pytest.MonkeyPatch, times: dict[int, float], alpha_s: float, bandwidth_bps: float
+) -> None:
+    monkeypatch.setattr(cost, "_timed", lambda workers, num_bytes, device: times[num_bytes])
+    found = probe(SimpleNamespace(size=3, is_networked=True), torch.device("cpu"))  # type: ignore[arg-type]
+    assert found.alpha_s == pytest.approx(alpha_s) and found.bandwidth_bps == pytest.approx(bandwidth_bps)

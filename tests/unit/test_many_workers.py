@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.reference import votes as reference
 from thinwire.collectives import TIES, Moment, Ties, Transport, Workers
+from thinwire.collectives.flights import Exchange
 from thinwire.collectives.roll import Roll, Subject
 from thinwire.collectives.votes import _mean, _vote
-from thinwire.collectives.workers import Exchange
 
 SIZES: list[tuple[Transport, int]] = [
     *(("sum", size) for size in (63, 64, 127, 128, 300)),  # where it changes from int8 to int32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -226,7 +226,10 @@ def test_gradients_that_are_not_finite_leave_everything_as_it_is(case: str) -> N
     before, state = values(model), copy.deepcopy(optimizer.state_dict())
     model.fill(1)
     model.norm.grad[3] = torch.nan
-    optimizer.step()
+    with pytest.warns(RuntimeWarning, match=r"worker 0 abstained .* gradient of norm is not finite"):
+        optimizer.step()
+    optimizer.step()  # in silence
+    assert optimizer.abstained == 2
     assert equal(values(model), before)
     for one, old in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
         assert equal(list(one.values()), list(old.values()))
@@ -250,7 +253,7 @@ def test_virtual_workers_are_counted() -> None:
     ("arguments", "match"),
     [
         ({"bucket_elements": 0}, "bucket_elements=0"),
-        ({"virtual_workers": 0}, "0 workers"),
+        ({"virtual_workers": 0}, "virtual_workers=0"),
         ({"ties": "coin"}, "'coin'"),
         ({"transport": "pigeon"}, "'pigeon'"),
     ],
@@ -326,7 +329,7 @@ def test_a_worker_without_any_gradient_is_missed() -> None:
 
 
 def test_means_travel_in_floating_point() -> None:
-    with pytest.raises(ConfigError, match=r"means in torch\.int8"):
+    with pytest.raises(ConfigError, match=r"aux_dtype=torch\.int8"):
         thinwire.SignMuon([nn.Parameter(torch.ones(2, 2))], aux_dtype=torch.int8)
 
 
@@ -336,3 +339,128 @@ def test_positions_part_only_what_is_voted_on(rule: Rule, buckets: int) -> None:
     made = make_buckets([(group, rule)], [True] * 3, 1 << 20)
     assert len(made) == buckets and [i for bucket in made for i in bucket.indices] == [0, 1, 2]
     assert [bucket.first_word for bucket in made] == ([10, 99] if buckets == 2 else [0])
+
+
+def test_ties_do_not_depend_on_what_else_has_a_gradient() -> None:
+    def last(idle: bool) -> Tensor:
+        several = [nn.Parameter(torch.zeros(70)) for _ in range(3)]
+        optimizer = thinwire.SignSGD(several, lr=1.0, ties="random", virtual_workers=2)
+        for sign in (1.0, -1.0):
+            for p in several[idle:]:
+                p.grad = torch.full((70,), sign)
+            optimizer.next_worker()
+        optimizer.step()
+        return several[2].detach()
+
+    assert torch.equal(last(idle=True), last(idle=False)) and len(last(idle=True).unique()) == 2
+
+
+@pytest.mark.parametrize("lacking", ["no gradient", "zeros", "abstains"])
+def test_with_feedback_the_step_is_the_mean_over_those_who_vote(lacking: str) -> None:
+    p, rows = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3, 2))
+    optimizer = thinwire.SignSGD([p, rows], lr=1.0, feedback=True, virtual_workers=3)
+    for worker, size in enumerate((2.0, 4.0, 0.0)):
+        p.grad = torch.full((4,), size) if size or lacking == "zeros" else None
+        rows.grad = torch.zeros(3, 2)
+        rows.grad[worker] = 1.0
+        if not size and lacking == "abstains":
+            optimizer.abstain()
+        optimizer.next_worker()
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), -3.0))
+    assert torch.equal(rows.detach()[:2], torch.full((2, 2), -1.0))  # not diluted by the rows that nobody touched
+
+
+def test_who_is_told_to_abstain_is_counted_in_silence() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = thinwire.Signum([p], virtual_workers=3)
+    for worker in range(3):
+        p.grad = torch.full((2, 2), torch.inf if worker else 1.0)
+        if worker:
+            optimizer.abstain()
+        optimizer.next_worker()
+    optimizer.step()
+    assert optimizer.abstained == 2 and bool((p < 1).all())
+
+
+def kept(p: nn.Parameter) -> Tensor:
+    p.grad = torch.ones(3)
+    return p.grad
+
+
+def flat(p: nn.Parameter) -> Tensor:
+    buffer = torch.ones(9)
+    p.grad = buffer[3:6]
+    return buffer
+
+
+def detached(p: nn.Parameter) -> Tensor:
+    p.grad = torch.ones(3)
+    return p.grad.data
+
+
+@pytest.mark.parametrize("hold", [kept, flat, detached])
+def test_recorded_gradients_are_nobody_elses(hold: Callable[[nn.Parameter], Tensor]) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = thinwire.SGD([p], lr=1.0, momentum=0.0, virtual_workers=2)
+    for _ in range(2):
+        held = hold(p)
+        optimizer.next_worker()
+        held.zero_()
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((3,), -1.0))
+
+
+def test_who_trains_alone_among_others_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = thinwire.SignMuon([torch.nn.Parameter(torch.zeros(2, 2))])
+    optimizer.step()
+    assert not caplog.text
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    optimizer.step()
+    optimizer.step()
+    assert caplog.text.count("trains alone") == 1
+    assert "SignMuon trains alone (group=None) in one of 4 processes" in caplog.text
+
+
+def test_strides_of_a_parameter_do_not_decide_bits() -> None:
+    """One worker here and two alike, of which each casts the same vote, end with the same weights."""
+    ends = []
+    for num_workers in (1, 2):
+        generator = torch.Generator().manual_seed(3)
+        p = nn.Parameter(torch.randn(48, 64, generator=generator).t())
+        optimizer = SignMuon([p], lr=0.02, feedback=True, virtual_workers=num_workers)
+        for _ in range(6):
+            gradient = torch.randn(48, 64, generator=generator).t()
+            for _ in range(num_workers):
+                p.grad = gradient.clone()
+                optimizer.next_worker()
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+def test_feedback_survives_gradients_whose_sum_overflows() -> None:
+    p = nn.Parameter(torch.zeros(64, 64))
+    optimizer = thinwire.SignSGD([p], lr=1.0, feedback=True)
+    p.grad = torch.full((64, 64), 1e36)
+    optimizer.step()
+    assert p.isfinite().all() and optimizer.state[p]["feedback"].isfinite().all()
+
+
+def test_the_mean_of_workers_is_the_state_for_another_number_of_them() -> None:
+    p = nn.Parameter(torch.zeros(2, 3))
+    states = []
+    for worker in (1.0, 3.0):
+        optimizer = thinwire.Signum([p], lr=0.1)
+        p.grad = torch.full_like(p, worker)
+        optimizer.step()
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    mean = thinwire.mean_of_workers(states)
+    momenta = [state["state"][0]["momentum"] for state in (*states, mean)]
+    torch.testing.assert_close(momenta[2], (momenta[0] + momenta[1]) / 2)
+    optimizer.load_state_dict(mean)
+    with pytest.raises(ConfigError, match="no states of workers"):
+        thinwire.mean_of_workers([])

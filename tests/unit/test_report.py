@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from thinwire.errors import ConfigError
-from thinwire.report import Run, comparison_picture, comparison_rows, comparison_table, load_run
+from thinwire.report import Run, comparison_picture, comparison_rows, comparison_tables, load_run
 from thinwire.report import picture as picture_module
 from thinwire.report.table import link_caption
 
@@ -40,9 +40,10 @@ def evaluation_line(step: int) -> str:
     return json.dumps({"step": step, "tokens": 100 * step, "val_loss": 3.5, "elapsed_s": 1.0})
 
 
-def write_run(folder: Path, *, link: str | None = "20mbit,20ms", **summary: Any) -> Path:
+def write_run(folder: Path, *, link: str | None = "20mbit,20ms", stages: int = 4, **summary: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"pipeline": {"codec": "subspace", "link": link}}))
+    config = {"pipeline": {"codec": "subspace", "link": link, "stages": stages}, "optim": {"method": "muon"}}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(metrics_line(s) + "\n" for s in range(1, NUM_STEPS + 1)))
     (folder / "evals.jsonl").write_text("".join(evaluation_line(s) + "\n" for s in (0, 10, 20)))
     values = {
@@ -64,10 +65,23 @@ def write_run(folder: Path, *, link: str | None = "20mbit,20ms", **summary: Any)
     return folder
 
 
+def write_replicas(folder: Path, *, family: str = "gpt", dp_link: str = "50mbit,20ms", **summary: Any) -> Path:
+    """Two replicas of a whole model, no pipeline."""
+    values = {"exchange_s": 0.0834, "predicted_exchange_s": 0.079, "dp_bandwidth_bps": 5e7, "break_even_bps": 1.75e8}
+    values |= {"bytes_per_step_worker_dp": 99_457.0, "compression_factor_dp": 27.14, "orthogonality_error": None}
+    silent = {f"{key}_{way}": None for key in ("bytes_per_token", "compression_factor") for way in ("fwd", "bwd")}
+    write_run(folder, link="none", stages=1, **(values | silent | summary))
+    parts = {"model": {"family": family}, "pipeline": {"stages": 1}, "optim": {"method": "signmuon"}}
+    parts["dp"] = {"replicas": 2, "emulate": False, "link": dp_link}
+    (folder / "config.json").write_text(json.dumps(parts))
+    return folder
+
+
 def text_of(runs: list[Run], width: int = 80) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(comparison_table(runs))
+        for table in comparison_tables(runs):
+            console.print(table)
     return capture.get()
 
 
@@ -91,7 +105,7 @@ def test_a_running_run_lacks_its_last_line_and_its_summary(tmp_path: Path) -> No
     assert (run.evaluations, run.summary, run.finished) == ([], {}, False)
     assert (run.codec, run.link) == ("subspace", "20mbit,20ms")
     assert comparison_rows([run])[0]["median_step_s"] is None
-    assert text_of([run]).count(" -") >= 8
+    assert text_of([run]).count(" -") >= 7
 
 
 def test_a_whole_last_line_without_its_newline_counts(tmp_path: Path) -> None:
@@ -169,15 +183,47 @@ def test_the_table_shows_values_and_fits_a_terminal(tmp_path: Path) -> None:
     text = text_of(runs)
     for word in ("demo-mapl", "subspace", "3.5000", "2.2500", "130", "65", "7.88x", "15.75x", "500 ms"):
         assert word in text
-    for word in ("450 ms (-10%)", "1.00x", "3.0e-07", "emulated link of 20mbit,20ms"):
+    for word in ("450 ms (-10%)", "1.00x", "3.0e-07", "emulated link of 20mbit,20ms between stages"):
         assert word in text
-    assert "gradients" not in text
+    assert "replicas" not in text
 
 
-def test_gradient_compression_gets_a_column_where_there_is_some(tmp_path: Path) -> None:
-    text = text_of([load_run(write_run(tmp_path / "a", compression_factor_dp=31.9))], width=120)
-    assert "gradients" in text
-    assert "31.90x" in text
+def test_replicas_get_a_table_with_their_link_and_costs(tmp_path: Path) -> None:
+    text = text_of([load_run(write_replicas(tmp_path / "two"))])
+    for word in ("signmuon", "50mbit,20ms", "50 Mbit/s", "99.5", "27.14x", "83.4 ms", "79 ms", "175 Mbit/s"):
+        assert word in text
+    assert "emulated link of 50mbit,20ms between replicas" in text and "No link" not in text
+    assert "between stages" not in text and "muon" not in text.replace("signmuon", "")
+
+
+def test_the_legend_names_what_compresses(tmp_path: Path) -> None:
+    runs = [load_run(write_replicas(tmp_path / "two")), load_run(write_run(tmp_path / "staged"))]
+    assert [picture_module._compressors(run) for run in runs] == [["signmuon"], ["subspace"]]
+
+
+def test_pictures_are_counted_as_pictures(tmp_path: Path) -> None:
+    run = load_run(write_replicas(tmp_path / "p", family="resnet18", val_bits_per_byte=None, val_accuracy=61.25))
+    text = text_of([run])
+    assert "61.25 %" in text and "token" not in text
+    (tokens, *_), (pictures, *_) = (picture_module._panels(runs) for runs in ([], [run]))
+    assert (tokens.label, pictures.label) == ("tokens", "pictures")
+
+
+NAMES = ["signmuon-cifar10", "signmuon-llama-lr0.0003-adamw-ratio5-seed3", "x" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["short", "long", "longest"])
+def test_names_and_numbers_are_whole_at_80_columns(tmp_path: Path, name: str) -> None:
+    wide = {"dp_bandwidth_bps": 1.234567e11, "break_even_bps": 9.876543e11, "bytes_per_step_worker_dp": 1.2345678e10}
+    wide |= {"exchange_s": 1234.5, "predicted_exchange_s": 1234.5, "predicted_step_s": 1234.5, "median_step_s": 98.7}
+    slow = load_run(write_replicas(tmp_path / name, dp_link="1000.5mbit,250ms", **wide))
+    staged = load_run(write_run(tmp_path / "stages" / name, link="1000.5mbit,250ms", **wide))
+    for run in (slow, staged):
+        text = text_of([run])
+        assert "…" not in text and max(map(len, text.splitlines())) <= 80
+        first_column = "".join(line[:81].split("  ")[0].strip() for line in text.splitlines())
+        assert first_column.count(name) == len(comparison_tables([run])) - 1
+    assert all(word in text_of([slow]) for word in ("1000.5mbit,250ms", "123,457 Mbit/s", "1234.50 s", "(+1151%)"))
 
 
 def test_diverged_runs_and_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -199,8 +245,9 @@ def test_different_links_are_never_mixed_silently(tmp_path: Path) -> None:
     assert "real connections" in link_caption([real])
     assert "DIFFERENT" in link_caption([slow, real])
     text = text_of([slow, real], width=120)
-    assert "link 20mbit,20ms" in text
-    assert "link real" in text
+    assert "20mbit,20ms" in text and "real" in text
+    near, far = (load_run(write_replicas(tmp_path / dp_link, dp_link=dp_link)) for dp_link in ("1gbit", "5mbit"))
+    assert "DIFFERENT" in link_caption([near, far])
 
 
 def test_the_picture_is_one_png_of_the_stated_size(tmp_path: Path) -> None:

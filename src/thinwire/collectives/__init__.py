@@ -11,20 +11,26 @@ from torch import Tensor
 from thinwire.bits import num_words
 from thinwire.collectives import cost
 from thinwire.collectives.ballots import TIES, Moment, Ties
+from thinwire.collectives.flights import Flights, Pending
 from thinwire.collectives.roll import Roll, Subject
 from thinwire.collectives.votes import TRANSPORTS, Transport, mean, vote
-from thinwire.collectives.workers import Pending, Workers, complete
+from thinwire.collectives.workers import Workers
 from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.wire import Ledger
 
 BUCKET = 1 << 21  # signs that travel together while the next ones are packed, and the ones before counted
+_VOTED = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
 AnyTransport = Literal["packed", "gather", "sum", "auto"]
 
 __all__ = [
     "TIES",
     "TRANSPORTS",
     "AnyTransport",
+    "Flights",
     "Moment",
     "Pending",
     "Roll",
@@ -33,7 +39,6 @@ __all__ = [
     "Transport",
     "Workers",
     "choose",
-    "complete",
     "cost",
     "majority_vote",
     "mean",
@@ -75,14 +80,17 @@ def majority_vote(
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    workers = Workers(group, ledger=ledger, link=link)
+    workers = Workers(group)
     try:
+        for what, given, kind in (("ledger", ledger, Ledger), ("link", link, Link)):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{what}={given!r}", f"a {kind.__name__} or None")
+        workers = Workers(group, ledger=ledger, link=link)
         number(transport, ties)
-        if not isinstance(signs, Tensor) or signs.is_complex() or signs.layout != torch.strided:
-            what = f"{signs.layout} {signs.dtype}" if isinstance(signs, Tensor) else type(signs).__name__
-            raise ConfigError(f"a vote on {what}", "dense tensors of real numbers")
+        _check_vote(signs, step, seed)
     except ConfigError:
-        workers.refuse(signs.device if isinstance(signs, Tensor) else torch.device("cpu"))
+        is_somewhere = isinstance(signs, Tensor) and signs.device.type != "meta"
+        workers.refuse(signs.device if is_somewhere else torch.device("cpu"))
         raise
     subject = Subject(
         layout=(f"signs {tuple(signs.shape)}",), num_elements=signs.numel(), step=step, seed=seed,
@@ -91,15 +99,27 @@ def majority_vote(
     roll = workers.call(subject, [abstain], [[True]], signs.device)
     chosen = choose(workers, transport, signs.numel(), ties, signs)
     moment = Moment(seed, step)
-    flights: list[Pending[list[Tensor]]] = []
+    votes: list[Pending[list[Tensor]]] = []
+    flights = Flights()
     for part in signs.detach().flatten().split(BUCKET) if signs.numel() else [signs]:
-        started = vote(workers, roll, [[part]], transport=chosen, ties=ties, moment=moment)
+        votes.append(vote(workers, roll, [[part]], transport=chosen, ties=ties, moment=moment))
+        flights.add(votes[-1:])
         moment = moment.behind(num_words(part.numel()))
-        for earlier in flights:
-            earlier.advance()
-        flights.append(started)
-    complete(flights)
-    return torch.cat([pending.result()[0] for pending in flights]).view(signs.shape)
+    flights.complete()
+    return torch.cat([pending.result()[0] for pending in votes]).view(signs.shape)
+
+
+def _check_vote(signs: object, step: object, seed: object) -> None:
+    """Raises ConfigError for what cannot be voted on."""
+    if not isinstance(signs, Tensor):
+        raise ConfigError(f"a vote on {type(signs).__name__}", "dense tensors of real numbers")
+    is_known = signs.dtype in _VOTED and signs.layout == torch.strided and signs.device.type != "meta"
+    if not is_known:
+        what = f"{signs.layout} {signs.dtype} on {signs.device}"
+        raise ConfigError(f"a vote on {what}", "dense tensors of real numbers of 8 (whole ones), 16, 32 or 64 bits")
+    for name, value in (("step", step), ("seed", seed)):
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ConfigError(f"{name}={value!r}", "a whole number from 0 to 2^63 - 1")
 
 
 def number(transport: str, ties: str) -> int:

@@ -7,32 +7,33 @@ With n numbers, M workers, a latency alpha per message round and beta seconds pe
     sum      2 (M - 1) alpha + 2 (M - 1)/M n w beta      w = 1 up to 127 workers (63 under ties="owner"), then 4
     fp32     2 (M - 1) alpha + 2 (M - 1)/M 4n  beta      the ring all-reduce that all are compared with; bf16: 2n
 
-and (M - 1) alpha for the headers of a vote. A process that both sends and receives uses both directions of its link.
+and (M - 1) alpha for the headers of a step. Exchanges of one step travel side by side: they share the link, and its
+latency passes once for all. A process that both sends and receives uses both directions of its link.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 from thinwire.collectives.ballots import Ties
+from thinwire.collectives.flights import Pending
 from thinwire.collectives.roll import HEADER_BYTES
-from thinwire.collectives.votes import TRANSPORTS, Transport
-from thinwire.collectives.workers import Pending, Workers
+from thinwire.collectives.votes import TRANSPORTS, Transport, sum_bytes
+from thinwire.collectives.workers import Workers
 from thinwire.errors import ConfigError
 
-_PROBE_BYTES = 1 << 18
-_PROBE_ROUNDS = 3
+_PROBE_BYTES = (1 << 18, 1 << 22)  # the second where the first takes no longer than a few bytes
+_PROBE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A network: seconds per message round, and per byte that a worker sends."""
+    """A network: seconds per message round, and per byte that a worker sends (0: too fast to be measured)."""
 
     alpha_s: float
     beta_s: float
@@ -42,8 +43,13 @@ class AlphaBeta:
         """From a link's rate in bits per second and its latency."""
         return cls(latency_s, 8 / bandwidth_bps)
 
+    @property
+    def bandwidth_bps(self) -> float:
+        """Bits per second; infinite where it is too fast to be measured."""
+        return 8 / self.beta_s if self.beta_s > 0 else math.inf
 
-def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero") -> float:
+
+def payload_bytes(method: str, num_elements: float, size: int, ties: Ties = "zero") -> float:
     """Bytes that a worker sends per step, without headers, for a method of the table above.
 
     Raises:
@@ -51,11 +57,10 @@ def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero"
     """
     n, m = num_elements, size
     ring = 2 * (m - 1) / m
-    wide = 2 * m + 1 if ties == "owner" else m
     sizes = {
         "packed": ring * n / 8 * (1.5 if ties == "zero" and m % 2 == 0 else 1.0),
         "gather": (m - 1) * n / 8,
-        "sum": ring * n * (1 if wide <= 127 else 4),
+        "sum": ring * n * sum_bytes(m, ties),
         "bf16": ring * 2 * n,
         "fp32": ring * 4 * n,
     }
@@ -64,19 +69,31 @@ def payload_bytes(method: str, num_elements: int, size: int, ties: Ties = "zero"
     return sizes[method]
 
 
-def seconds(method: str, num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
-    """Seconds of one exchange, headers included; 0 for one worker."""
+def seconds(method: str, num_elements: float, size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
+    """Seconds of one exchange, of a vote with its headers; 0 for one worker."""
+    if method in TRANSPORTS:
+        return step_s({method: num_elements}, size, network, ties)
+    return _rounds(method, size) * network.alpha_s + payload_bytes(method, num_elements, size) * network.beta_s
+
+
+def step_s(numbers: Mapping[str, float], size: int, network: AlphaBeta, ties: Ties = "zero") -> float:
+    """Seconds of all exchanges of one optimizer step: headers, then `numbers[method]` numbers by each method."""
     if size == 1:
         return 0.0
-    num_bytes = payload_bytes(method, num_elements, size, ties)
-    rounds = (size - 1) * (1 if method == "gather" else 2)
-    if method in TRANSPORTS:
-        rounds += size - 1
-        num_bytes += (size - 1) * HEADER_BYTES
-    return rounds * network.alpha_s + num_bytes * network.beta_s
+    rounds = size - 1 + max((_rounds(method, size) for method, n in numbers.items() if n), default=0)
+    return rounds * network.alpha_s + step_bytes(numbers, size, ties) * network.beta_s
 
 
-def cheapest(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Transport:
+def step_bytes(numbers: Mapping[str, float], size: int, ties: Ties = "zero") -> float:
+    """Bytes that a worker sends in the exchanges of one optimizer step, headers included."""
+    return (size - 1) * HEADER_BYTES + sum(payload_bytes(method, n, size, ties) for method, n in numbers.items())
+
+
+def _rounds(method: str, size: int) -> int:
+    return (size - 1) * (1 if method == "gather" else 2)
+
+
+def cheapest(num_elements: float, size: int, network: AlphaBeta, ties: Ties = "zero") -> Transport:
     """The transport that the model finds fastest; at a draw the first of packed, gather, sum."""
     return min(TRANSPORTS, key=lambda name: seconds(name, num_elements, size, network, ties))
 
@@ -92,33 +109,44 @@ def break_even_bps(saved_bytes: float, extra_compute_s: float) -> float:
 
 
 def probe(workers: Workers, device: torch.device) -> AlphaBeta:
-    """Measure the network between the workers: a few all-gathers of 8 bytes, and of a quarter of a MiB.
+    """Measure the network between the workers: a few all-gathers of 8 bytes, and of a quarter of a MiB or four.
 
     All workers return the same: the slowest one's values.
     """
     if not workers.is_networked:
         return AlphaBeta(0.0, 0.0)
-    times = {num_bytes: _timed(workers, num_bytes, device) for num_bytes in (8, _PROBE_BYTES)}
-    alpha_s = times[8] / (workers.size - 1)
-    sent = (workers.size - 1) * (_PROBE_BYTES - 8)
-    mine = torch.tensor([alpha_s, max(times[_PROBE_BYTES] - times[8], 1e-9) / sent], dtype=torch.float64, device=device)
-    everyone = Pending(workers, workers.all_gather(mine, "probe")).result()
-    return AlphaBeta(*everyone.amax(0).tolist())
+    others = workers.size - 1
+    few_s = _timed(workers, 8, device)
+    beta_s = 0.0
+    for num_bytes in _PROBE_BYTES:
+        many_s = _timed(workers, num_bytes, device)
+        beta_s = max(many_s - few_s, 0.0) / (others * (num_bytes - 8))
+        if many_s > 2 * few_s:
+            break
+    return AlphaBeta(few_s / others, beta_s)
 
 
 def _timed(workers: Workers, num_bytes: int, device: torch.device) -> float:
+    """Seconds of an all-gather, of the slowest worker; of several the fastest, which nothing else has disturbed."""
     row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     samples = []
     for _ in range(_PROBE_ROUNDS + 1):
         began = time.perf_counter()
         Pending(workers, workers.all_gather(row, "probe")).result()
         samples.append(time.perf_counter() - began)
-    return median(samples[1:])  # the first one opens connections
+    mine = torch.tensor([min(samples[1:])], dtype=torch.float64, device=device)  # the first one opens connections
+    return float(Pending(workers, workers.all_gather(mine, "probe")).result().max())
 
 
-def table(num_elements: int, size: int, network: AlphaBeta, ties: Ties = "zero") -> Sequence[tuple[str, float, float]]:
-    """Rows `(method, bytes per worker and step, seconds)` for all methods, fp32 first."""
-    return [
-        (name, payload_bytes(name, num_elements, size, ties), seconds(name, num_elements, size, network, ties))
-        for name in ("fp32", "bf16", *TRANSPORTS)
-    ]
+def table(
+    voted: float, averaged: Mapping[str, float], size: int, network: AlphaBeta, ties: Ties = "zero"
+) -> list[tuple[str, float, float]]:
+    """Rows `(name, bytes per worker, seconds)` of one optimizer step: every transport of the votes, means beside them.
+
+    The first row is what all are compared with, fp32 ring all-reduces; where nothing is voted on, the other is `means`.
+    """
+    whole = voted + sum(averaged.values())
+    rows = [("fp32", payload_bytes("fp32", whole, size), seconds("fp32", whole, size, network))]
+    ways: dict[str, Mapping[str, float]] = {name: {name: voted, **averaged} for name in TRANSPORTS}
+    ways = ways if voted else {"means": averaged}
+    return rows + [(name, step_bytes(n, size, ties), step_s(n, size, network, ties)) for name, n in ways.items()]

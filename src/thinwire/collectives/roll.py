@@ -94,12 +94,12 @@ def first_difference(headers: Sequence[Header]) -> tuple[int, str] | None:
 
 
 def disagreement(headers: Sequence[Header], texts: Sequence[Sequence[str]]) -> ConfigError:
-    """The error that names the first worker, field and, given everybody's texts, entry that differ."""
+    """The error that names the first worker, field and, given everybody's texts, entry that differ; and the steps."""
     found = first_difference(headers)
     assert found is not None
     worker, name = found
-    mine, theirs = (dict(zip(_FIELDS, headers[i].values, strict=True))[name] for i in (0, worker))
-    given = f"{name} of worker {worker} is {_show(theirs)}, of worker 0 {_show(mine)}"
+    mine, theirs = (dict(zip(_FIELDS, headers[i].values, strict=True)) for i in (0, worker))
+    given = f"{name} of worker {worker} is {_show(theirs[name])}, of worker 0 {_show(mine[name])}"
     if name in ("layout", "options", "elements"):
         given = f"{'tensors' if name != 'options' else name} of worker {worker} differ from those of worker 0"
         for number in range(max(len(texts[0]), len(texts[worker]))):
@@ -107,7 +107,9 @@ def disagreement(headers: Sequence[Header], texts: Sequence[Sequence[str]]) -> C
             if a != b:
                 given += f": entry {number} is {_apart(b, a)}, there {_apart(a, b)}"
                 break
-    return ConfigError(given, "the same on all workers", "start every process with the same code and configuration")
+    given += f"; worker {worker} is at step {theirs['step']}, worker 0 at step {mine['step']}"
+    remedy = "start every process with the same code and configuration, and let none leave out a step"
+    return ConfigError(given, "the same on all workers", remedy)
 
 
 def _apart(text: str, other: str) -> str:

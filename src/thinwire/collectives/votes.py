@@ -30,9 +30,10 @@ from thinwire.collectives.ballots import (
     owned,
     read,
 )
+from thinwire.collectives.flights import Exchange, Pending
 from thinwire.collectives.mask import read_mask, write_mask
 from thinwire.collectives.roll import Roll
-from thinwire.collectives.workers import Exchange, Pending, Workers
+from thinwire.collectives.workers import Workers
 
 Transport = Literal["packed", "gather", "sum"]
 TRANSPORTS: tuple[Transport, ...] = ("packed", "gather", "sum")
@@ -126,6 +127,12 @@ def _kinds(received: Tensor, voters: Sequence[int]) -> tuple[Zeros, int, dict[in
     return Zeros(max(flags[j] & 3 for j in voters)), max(fews.values()), fews
 
 
+def sum_bytes(num_workers: int, ties: Ties) -> int:
+    """Bytes of a number in which a sum of votes fits: int8 up to 127 workers (63 under ties="owner"), then int32."""
+    largest = 2 * num_workers + 1 if ties == "owner" else num_workers
+    return 1 if largest <= 127 else 4
+
+
 def _summed(
     workers: Workers, voters: Sequence[int], ballot: Ballot, full_W: Tensor, ties: Ties, moment: Moment
 ) -> Exchange[Ballot]:
@@ -134,8 +141,7 @@ def _summed(
     num_signs = full_W.numel() * bits.WORD_BITS
     present = bits.unpack_mask(ballot.present_W, num_signs).view(torch.int8)
     signs = bits.unpack_signs(ballot.negative_W, num_signs).mul_(present)
-    largest = 2 * workers.size + 1 if ties == "owner" else workers.size
-    if largest > 127:
+    if sum_bytes(workers.size, ties) > 1:
         signs, present = signs.to(torch.int32), present.to(torch.int32)
     zeros = Zeros.NONE
     if ties != "zero":  # whether a sum of zero is a tie or nobody's vote: only then must it be known

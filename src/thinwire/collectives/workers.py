@@ -1,18 +1,13 @@
 """The workers of a data-parallel group, and the plain collectives between them: billed, delayed by an emulated link,
 and failing with an error that says who is missing.
-
-An exchange is written as a generator that yields a collective's work where it needs the result. `Pending` drives it:
-several exchanges are in flight at once, and all ranks start their collectives in the same order.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,25 +16,13 @@ from torch import Tensor
 from thinwire.bits import MAX_VOTERS
 from thinwire.collectives import roll as rolls
 from thinwire.collectives.alarm import is_set, missing
-from thinwire.collectives.in_turn import courier
-from thinwire.errors import ConfigError, PeerError
+from thinwire.collectives.flights import Exchange, Pending, Sent
+from thinwire.collectives.in_turn import IN_TURN_BYTES, courier
+from thinwire.errors import ConfigError, PeerError, one_line
 from thinwire.link import Link, LinkQueue, wait_until
 from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
-T = TypeVar("T")
 _SLICE = timedelta(seconds=1)  # between two looks at whether somebody else has raised the alarm
-
-
-@dataclass
-class Sent:
-    """A collective on its way. `arrives_s`: not before, on the emulated link (monotonic clock)."""
-
-    work: Any
-    what: str
-    arrives_s: float = -math.inf
-
-
-Exchange = Generator[Sent, None, T]
 
 
 class Workers:
@@ -151,11 +134,7 @@ class Workers:
         """Return `(M, *)`: every worker's row `(*)`, of one shape and dtype on all."""
         sent = _octets(row)
         received = sent.new_empty(self.size * sent.numel())
-        work = self._start(
-            lambda: dist.all_gather_single(received, sent, group=self.group, async_op=True),
-            kind, (self.size - 1) * sent.numel(),
-        )  # fmt: skip
-        yield work
+        yield self._start(lambda: self._all_gather(sent, received), kind, (self.size - 1) * sent.numel())
         return received.view(self.size, -1).view(row.dtype).view(self.size, *row.shape)
 
     def all_to_all(self, rows: Tensor, kind: str) -> Exchange[Tensor]:
@@ -165,11 +144,17 @@ class Workers:
         yield self._start(lambda: self._all_to_all(sent, received), kind, (self.size - 1) * (sent.numel() // self.size))
         return received.view(rows.dtype).view(rows.shape)
 
+    def _all_gather(self, sent: Tensor, received: Tensor) -> Any:
+        if dist.get_backend(self.group) != "gloo" or sent.numel() < IN_TURN_BYTES:
+            return dist.all_gather_single(received, sent, group=self.group, async_op=True)
+        assert self.group is not None
+        return courier(self.group).all_to_all(self.group, sent.expand(self.size, -1), received.view(self.size, -1))
+
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Any:
         if dist.get_backend(self.group) != "gloo":
             return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         assert self.group is not None
-        return courier(self.group).all_to_all(sent.view(self.size, -1), received.view(self.size, -1))
+        return courier(self.group).all_to_all(self.group, sent.view(self.size, -1), received.view(self.size, -1))
 
     def all_reduce(self, values: Tensor, kind: str) -> Exchange[Tensor]:
         """Return the sum over all workers; billed as a ring."""
@@ -226,52 +211,11 @@ class Workers:
 
     def failure(self, error: RuntimeError, kind: str) -> Exception:
         """What to raise for an error of torch.distributed: names the workers that no longer answer."""
-        first = " ".join(str(error).split())
         who = missing(self.group, self.here[0], self.size)
         silent = f"no answer from worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}" if who else "a peer failed"
         return PeerError(
-            f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {first[:300]}"
+            f"{silent}, noticed by worker {self.here[0]} of {self.size} in its {kind} exchange: {one_line(error)}"
         )
-
-
-class Pending(Generic[T]):
-    """An exchange in flight."""
-
-    def __init__(self, workers: Workers, exchange: Exchange[T]) -> None:
-        self._workers, self._exchange = workers, exchange
-        self._sent: Sent | None = None
-        self._value: T | None = None
-        self._proceed()
-
-    def _proceed(self) -> None:
-        try:
-            self._sent = next(self._exchange)
-        except StopIteration as stop:
-            self._sent, self._value = None, stop.value
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._sent is None
-
-    def advance(self) -> None:
-        """Wait for the collective under way, if any, and start the one that follows."""
-        if self._sent is not None:
-            self._workers.finish(self._sent)
-            self._proceed()
-
-    def result(self) -> T:
-        """Complete the exchange."""
-        while self._sent is not None:
-            self.advance()
-        return self._value  # type: ignore[return-value]
-
-
-def complete(exchanges: Sequence[Pending[Any]]) -> None:
-    """Bring exchanges to their end, all in step: while one is computed with, another's bytes travel."""
-    while not all(exchange.is_done for exchange in exchanges):
-        for exchange in exchanges:
-            exchange.advance()
 
 
 def _octets(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, one_line
 
 EMBEDDED = "stdlib"
 HUB_PREFIX = "hub:"
@@ -258,9 +258,8 @@ def stream_hub(source: str, *, text_column: str = DEFAULT_COLUMN, skip: int = 0)
     try:
         rows = _hub_module().load_dataset(name, config or None, split="train", streaming=True)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{source}: {reason}", "hub:NAME[:CONFIG] of a data set", "check it and the network"
+            f"{source}: {one_line(error)}", "hub:NAME[:CONFIG] of a data set", "check it and the network"
         ) from error
     for index, row in enumerate(rows.skip(skip) if skip else rows, start=skip):
         yield Document(f"{name}#{index}", _row_text(f"{source}: row {index}", row, text_column))

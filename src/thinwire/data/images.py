@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.data.pickled import read_pickle
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, one_line
 
 CIFAR10_SHAPE = (3, 32, 32)
 CIFAR10_CLASSES = 10
@@ -183,8 +183,7 @@ def _decoded(content: bytes | None, place: str) -> Pixels:
             if image.size == tuple(size) and len(image.getbands()) == channels:
                 return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        reason = " ".join(str(error).split())[:100]
-        given = f"{place}: not an image, or damaged ({reason})" if content else f"{place}: no image"
+        given = f"{place}: not an image, or damaged ({one_line(error, 100)})" if content else f"{place}: no image"
         raise ConfigError(given, "the bytes of a PNG or JPEG", "fetch the file again") from error
     raise ConfigError(f"{place}: {kind}", "32 x 32 pixels, RGB", "give CIFAR-10")
 

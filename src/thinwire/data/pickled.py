@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, one_line
 
 _KNOWN = {
     "numpy.core.multiarray._reconstruct": "array",
@@ -91,8 +91,8 @@ def read_pickle(content: bytes, place: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     except (ValueError, LookupError, TypeError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise ConfigError(f"{place}: not a pickle, or damaged ({reason})", "an intact file", "fetch it again") from None
+        given = f"{place}: not a pickle, or damaged ({one_line(error, 100)})"
+        raise ConfigError(given, "an intact file", "fetch it again") from None
 
 
 def _run(content: bytes) -> Any:

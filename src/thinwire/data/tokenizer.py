@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.data.corpus import Corpus, Document
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -77,8 +77,8 @@ class Tokenizer:
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{path}: {reason}", "a saved tokenizer", "delete it to train it again") from error
+            given = f"{path}: {one_line(error)}"
+            raise ConfigError(given, "a saved tokenizer", "delete it to train it again") from error
         return cls(backend)
 
 

@@ -1,6 +1,6 @@
 """Optimizers and the routing of parameters to them."""
 
-from thinwire.optim.agreement import mean_state
+from thinwire.optim.agreement import mean_of_workers, mean_state
 from thinwire.optim.build import build_optimizers, clip_gradients, gradient_square_sum, lr_factor, set_lr
 from thinwire.optim.data_parallel import DataParallel
 from thinwire.optim.groups import Route, describe, fused_splits, groups, param_groups, route, route_models
@@ -25,6 +25,7 @@ __all__ = [
     "gradient_square_sum",
     "groups",
     "lr_factor",
+    "mean_of_workers",
     "mean_state",
     "param_groups",
     "route",

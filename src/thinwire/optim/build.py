@@ -26,10 +26,7 @@ def build_optimizers(groups: Iterable[dict[str, Any]], method: str = "muon", **o
     if method not in METHODS:
         raise ConfigError(f"optimizer {method!r}", ", ".join(METHODS))
     made = list(groups)
-    try:
-        return [METHODS[method](made, **options)] if made else []
-    except TypeError as error:
-        raise ConfigError(f"options of {method} ({error})", "those of its class") from None
+    return [METHODS[method](made, **options)] if made else []
 
 
 def lr_factor(step: int, total_steps: int, *, warmup: int, decay: Decay) -> float:

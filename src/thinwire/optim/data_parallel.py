@@ -22,6 +22,7 @@ from thinwire.collectives import (
     BUCKET,
     TIES,
     AnyTransport,
+    Flights,
     Moment,
     Pending,
     Roll,
@@ -30,40 +31,44 @@ from thinwire.collectives import (
     Transport,
     Workers,
     choose,
-    complete,
     mean,
     number,
     vote,
 )
 from thinwire.errors import ConfigError
 from thinwire.link import Link
-from thinwire.optim.agreement import check_loadable, describe_options, describe_parameters, mean_state
-from thinwire.optim.buckets import Bucket, Gradients, directions, is_finite, make_buckets
-from thinwire.optim.local_gradients import check_local
-from thinwire.optim.rule import Group, Rule, Slot, has_feedback
+from thinwire.optim.agreement import assign_number, describe_options, describe_parameters, next_number, parameter_names
+from thinwire.optim.buckets import Bucket, directions, make_buckets
+from thinwire.optim.feedback import mean_size
+from thinwire.optim.gradients import Gradients, Recorder, first_not_finite
+from thinwire.optim.local_gradients import check_local, watch_wrappers
+from thinwire.optim.options import check_options
+from thinwire.optim.rule import Rule, Slot, has_feedback
+from thinwire.optim.ruled_groups import RuledGroups
 from thinwire.wire import Ledger
 
 _log = logging.getLogger("thinwire")
 
 
-class DataParallel(torch.optim.Optimizer):
+class DataParallel(RuledGroups):
     """Base of the optimizers here.
 
     Args:
         params: parameters, or groups of them, as `param_groups` makes them: `rule` says which rule trains a group.
         rules: by the name in a group's `rule`; a group without one gets that of "muon", the hidden matrices.
         defaults: options, by group.
-        group: of torch.distributed: the workers. None: this process alone.
+        group: of torch.distributed: the workers. None: this process alone, with a warning where there are others.
         virtual_workers: M workers in this process: call `next_worker` after each one's backward pass, `step` after
             the last. Bit for bit what M processes do.
         transport, ties, seed: of the vote, see `collectives.majority_vote`.
         ledger, link: see `collectives.Workers`.
         bucket_elements: numbers per exchange; smaller ones overlap better, larger ones need fewer messages.
 
-    `p.grad` is read only. Parameters that have a gradient nowhere do not move.
+    `p.grad` is read only. Parameters that have a gradient nowhere do not move. `abstained` counts how often workers
+    have abstained from a step since the optimizer was built; it is the same on all of them.
 
     Raises:
-        ConfigError: parameters or options that a rule does not take.
+        ConfigError: parameters or options that a rule does not take; nothing is changed then.
     """
 
     def __init__(
@@ -81,104 +86,44 @@ class DataParallel(torch.optim.Optimizer):
         link: Link | None = None,
         bucket_elements: int = BUCKET,
     ) -> None:
-        if bucket_elements < 1:
-            raise ConfigError(f"bucket_elements={bucket_elements}", "1 or more")
-        number(transport, ties)
+        exchange = {
+            "virtual_workers": virtual_workers, "transport": transport, "ties": ties, "seed": seed, "ledger": ledger,
+            "link": link, "bucket_elements": bucket_elements,
+        }  # fmt: skip
+        check_options(type(self).__name__, {**exchange, **defaults})
         self.workers = Workers(group, virtual=virtual_workers, ledger=ledger, link=link)
-        self.rules, self.transport, self.ties, self.seed = rules, transport, ties, seed
+        self._is_told_alone = group is not None
+        self.transport, self.ties, self.seed = transport, ties, seed
         self.bucket_elements = bucket_elements
-        self.recorded: list[Gradients] = []
+        self.abstained = 0
+        self._recorder = Recorder(len(self.workers.here))
         self._chosen: Transport | None = None
-        self._abstaining: set[int] = set()
-        self._met = False  # whether the workers have compared their parameters
-        super().__init__(params, {**defaults, "steps": 0})
-
-    # --- parameters and state --------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its state is made at once, so that a checkpoint finds it."""
-        if param_group.get("rule", "muon") not in self.rules:
-            raise ConfigError(f"a group with rule {param_group['rule']!r}", ", ".join(self.rules), "use param_groups")
-        if self.param_groups:
-            param_group.setdefault("steps", self.param_groups[0]["steps"])
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("splits", [() for _ in group["params"]])
-        rule = self._rule(group)
-        for p, splits in zip(group["params"], group["splits"], strict=True):
-            if type(p) not in (torch.nn.Parameter, Tensor):
-                raise ConfigError(f"a parameter of type {type(p).__name__}", "plain parameters, whole on every worker")
-            if p.is_complex():
-                raise ConfigError(f"a parameter of {p.dtype}", "real numbers")
-            rule.check(p, splits, group)
-            self.state[p] = self._new_state(rule, p, group)
-
-    def _rule(self, group: Group) -> Rule:
-        return self.rules[group.get("rule", "muon")]
-
-    def _new_state(self, rule: Rule, p: Tensor, group: Group) -> dict[str, Tensor]:
-        state = rule.state(p, group)
-        if has_feedback(rule, group):
-            state["feedback"] = torch.zeros_like(p, dtype=torch.float32)
-        copies = len(self.workers.here) if rule.wire == "vote" else 1
-        return state if copies == 1 else {key: torch.stack([value] * copies) for key, value in state.items()}
-
-    def worker_state(self, p: Tensor, here: int) -> dict[str, Tensor]:
-        """Views of a parameter's state that belongs to one of the workers here (counted among them)."""
-        state: dict[str, Tensor] = self.state[p]
-        return state if len(self.workers.here) == 1 else {key: value[here] for key, value in state.items()}
-
-    def is_worker_state(self, p: Tensor) -> bool:
-        """Whether the state of this parameter differs between workers (momenta of a vote) or is everybody's."""
-        return any(self._rule(g).wire == "vote" and any(p is q for q in g["params"]) for g in self.param_groups)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; torch would round the float32 state of bfloat16 parameters.
-
-        A state saved with another number of virtual workers is taken over by the rule for another M: every worker
-        starts with the mean of the saved workers' momenta and feedback. It is announced in the log.
-        """
-        check_loadable(self, state_dict)
-        fresh = dict(self.state)
-        super().load_state_dict(state_dict)
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        resized = False
-        for key, p in zip(keys, self._parameters(), strict=True):
-            saved = state_dict["state"].get(key, {})
-            for name, mine in fresh[p].items():
-                value = saved[name].to(mine.device, mine.dtype)
-                if value.shape != mine.shape:
-                    resized = True
-                    value = mean_state(list(value) if value.dim() > p.dim() else [value]).expand(mine.shape)
-                mine.copy_(value)
-            self.state[p] = fresh[p]
-        if resized:
-            _log.warning("state of another number of workers: every worker starts with the mean of the saved ones")
+        self._compared = 0  # groups whose parameters' values the workers have compared
+        self._number = 0  # among the group's optimizers, once the workers have compared their parameters
+        if self.workers.is_networked:
+            watch_wrappers()
+        super().__init__(params, rules, {**defaults, "steps": 0}, num_workers=len(self.workers.here))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies. Those of an optimizer with a group cannot be made: use `state_dict`."""
         if self.workers.group is not None:
             raise ConfigError("a copy of an optimizer with a group", "state_dict()", "build another, load its state")
-        own = ("workers", "rules", "transport", "ties", "seed", "bucket_elements", "recorded", "_chosen", "_abstaining")
-        kept = {name: self.__dict__[name] for name in (*own, "_met", "_dtypes") if name in self.__dict__}
-        return {**super().__getstate__(), **kept}
+        own = {
+            "rules", "num_workers", "workers", "transport", "ties", "seed", "bucket_elements", "abstained",
+            "_recorder", "_chosen", "_number", "_compared", "_dtypes",
+            "_is_told_alone",
+        }  # fmt: skip
+        return {**super().__getstate__(), **{name: value for name, value in self.__dict__.items() if name in own}}
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def next_worker(self) -> None:
         """Record the gradients of a virtual worker, and make room for those of the next."""
-        if len(self.recorded) == len(self.workers.here):
-            raise ConfigError(
-                f"gradients of worker {len(self.recorded) + 1}", f"{len(self.workers.here)}", "call step()"
-            )
-        parameters = self._parameters()
-        self.recorded.append([p.grad for p in parameters])
-        for p in parameters:
-            p.grad = None
+        self._recorder.record(self._parameters())
 
     def abstain(self) -> None:
         """Let the worker whose gradients are there now sit out the next step: it takes part, but casts no vote."""
-        self._abstaining.add(len(self.recorded))
+        self._recorder.abstain()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -193,74 +138,79 @@ class DataParallel(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters = self._parameters()
+        self._tell_alone()
         try:
-            gradients = self._gradients()
+            check_options(type(self).__name__, {"transport": self.transport, "ties": self.ties, "seed": self.seed})
+            self._check_groups()
+            gradients = self._recorder.collect(parameters)
+            if self.workers.is_networked:
+                check_local(parameters)
         except ConfigError:
-            self.workers.refuse(self._parameters()[0].device)
+            self.workers.refuse(parameters[0].device)
             raise
+        roll, spoiled = self._call(gradients)
+        if roll.voters:
+            self._follow(gradients, roll)
+        self._recorder.warn(spoiled)
+        return loss
+
+    def _tell_alone(self) -> None:
+        """Not before a step: `dist.group.WORLD` is None, too, until torch.distributed has been started."""
+        if not self._is_told_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _log.warning(
+                "%s trains alone (group=None) in one of %d processes: give it group=dist.group.WORLD, after "
+                "init_process_group, to train with the others, or a group of this process to say that it should not",
+                type(self).__name__, dist.get_world_size(),
+            )  # fmt: skip
+            self._is_told_alone = True
+
+    def _call(self, gradients: Sequence[Gradients]) -> tuple[Roll, dict[int, str]]:
+        """Call the roll; also returns, for the workers here that have to abstain, because of which parameter."""
+        limit, told = self._largest_gradient(), self._recorder.abstaining
+        spoiled = [None if here in told else first_not_finite(own, limit) for here, own in enumerate(gradients)]
+        abstaining = [here in told or index is not None for here, index in enumerate(spoiled)]
+        told.clear()
+        number = self._number or next_number(self.workers.group)
         present = [[g is not None for g in own] for own in gradients]
-        limit = self._largest_gradient()
-        abstaining = [i in self._abstaining or not is_finite(own, limit) for i, own in enumerate(gradients)]
-        self._abstaining.clear()
-        roll = self.workers.call(self._subject(), abstaining, present, self._parameters()[0].device)
-        self._met = True
-        if not roll.voters:
-            return loss
-        moving = [roll.anybody(i) for i in range(len(present[0]))]
+        roll = self.workers.call(self._subject(number), abstaining, present, self._parameters()[0].device)
+        self._number, self._compared = number, len(self.param_groups)
+        assign_number(self.workers.group, number)
+        self.abstained += self.workers.size - len(roll.voters)
+        names = [name for group in self.param_groups for name in parameter_names(group)]
+        found = zip(self.workers.here, spoiled, strict=True)
+        return roll, {worker: names[index] for worker, index in found if index is not None}
+
+    def _follow(self, gradients: Sequence[Gradients], roll: Roll) -> None:
+        """Exchange, and take the step that follows."""
+        moving = [roll.anybody(i) for i in range(len(roll.present[0]))]
         rules = [(group, self._rule(group)) for group in self.param_groups]
-        flights: list[tuple[Bucket, list[Pending[list[Tensor]]]]] = []
-        for bucket in make_buckets(rules, moving, self.bucket_elements):
-            started = self._contribute(bucket, gradients, roll)
-            for _, earlier in flights:
-                for pending in earlier:
-                    pending.advance()
-            flights.append((bucket, started))
-        complete([pending for _, exchanged in flights for pending in exchanged])
-        for bucket, exchanged in flights:
+        buckets = make_buckets(rules, moving, self.bucket_elements)
+        started, flights = [], Flights()
+        for bucket in buckets:
+            started.append(self._contribute(bucket, gradients, roll))
+            flights.add(started[-1])
+        flights.complete()
+        for bucket, exchanged in zip(buckets, started, strict=True):
             self._apply(bucket, exchanged)
         for group in self.param_groups:
             group["steps"] += 1
-        return loss
 
     def _largest_gradient(self) -> float:
         """What still can be added up over all workers in the dtypes in which gradients travel."""
         if self.workers.size == 1:
             return math.inf
         dtypes = [g["wire_dtype"] for g in self.param_groups if self._rule(g).wire == "mean"]
+        dtypes += [torch.float32 for g in self.param_groups if has_feedback(self._rule(g), g)]  # the sizes
         return min((torch.finfo(dtype).max / self.workers.size for dtype in dtypes), default=math.inf)
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _gradients(self) -> list[Gradients]:
-        """Of every worker here, in the order of the parameters; forgets what was recorded."""
-        parameters = self._parameters()
-        if len(self.workers.here) == 1 and not self.recorded:
-            gradients: list[Gradients] = [[p.grad for p in parameters]]
-        else:
-            has_more = any(p.grad is not None for p in parameters)
-            if len(self.recorded) + has_more == len(self.workers.here) and has_more:
-                self.next_worker()
-            if len(self.recorded) != len(self.workers.here):
-                raise ConfigError(
-                    f"gradients of {len(self.recorded) + has_more} workers",
-                    f"of all {len(self.workers.here)} virtual workers",
-                    "call next_worker() after each one's backward pass",
-                )  # fmt: skip
-            gradients, self.recorded = self.recorded, []
-        if any(g is not None and g.is_sparse for worker in gradients for g in worker):
-            raise ConfigError("sparse gradients", "dense ones", "build the embedding with sparse=False")
-        if self.workers.is_networked:
-            check_local(parameters)
-        return gradients
-
-    def _subject(self) -> Subject:
-        checks_values = self.workers.is_networked and not self._met
+    def _subject(self, optimizer: int) -> Subject:
+        checks_values = self.workers.is_networked and self._compared != len(self.param_groups)
         rules = [(group, self._rule(group)) for group in self.param_groups]
         layout, options = describe_parameters(rules, checks_values), describe_options(self.param_groups)
         elements = sum(p.numel() for p in self._parameters())
         return Subject(
-            layout, elements, (f"bucket_elements={self.bucket_elements}", *options),
+            layout, elements, (f"optimizer {optimizer}; bucket_elements={self.bucket_elements}", *options),
             step=self.param_groups[0]["steps"], seed=self.seed, transport=number(self.transport, self.ties),
             ties=TIES.index(self.ties), kind=1,
         )  # fmt: skip
@@ -294,4 +244,5 @@ class DataParallel(torch.optim.Optimizer):
 
     def _apply(self, bucket: Bucket, exchanged: Sequence[Pending[list[Tensor]]]) -> None:
         decided, *sizes = [pending.result() for pending in exchanged]
-        bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, sizes[0] if sizes else [])
+        own = [mean_size(means) for means in sizes[0]] if sizes else []
+        bucket.rule.apply(self._slots(bucket, 0), decided, bucket.group, own)

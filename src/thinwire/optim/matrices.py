@@ -58,5 +58,5 @@ def check_matrix(p: Tensor, splits: Sequence[int], rule: str) -> None:
             f"{rule} for a parameter of {p.dtype} {tuple(p.shape)}", "real matrices, two dimensions or more",
             "give the optimizer thinwire.param_groups(model), which sends everything else to AdamW",
         )  # fmt: skip
-    if splits and (sum(splits) != p.size(0) or min(splits) < 1):
+    if any(type(rows) is not int or rows < 1 for rows in splits) or (splits and sum(splits) != p.size(0)):
         raise ConfigError(f"splits {tuple(splits)}", f"row counts that add up to {p.size(0)}")

@@ -19,14 +19,20 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors
-from thinwire.optim.rule import Group, Slot, Wire, check_rates, zeros_like
-from thinwire.optim.spel import check_frame, spel_update
+from thinwire.optim.rule import Group, Slot, Wire, zeros_like
+from thinwire.optim.spel import check_frame, check_frame_rates, spel_update
 
 
 class _Averaged:
     """Every worker contributes its gradients as they are."""
 
     wire: Wire = "mean"
+
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        pass
+
+    def check_group(self, group: Group) -> None:
+        pass
 
     def directions(self, slots: Sequence[Slot], gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         return list(gradients)
@@ -37,9 +43,8 @@ class MuonRule(_Averaged):
 
     name = "muon"
 
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
         check_matrix(p, splits, "Muon")
-        check_rates("Muon", lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)}
@@ -67,8 +72,11 @@ class SpelRule(_Averaged):
     def __init__(self, momentum: str = "frame_momentum") -> None:
         self.momentum = momentum
 
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_frame(p, group["lr"], group[self.momentum])
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        check_frame(p)
+
+    def check_group(self, group: Group) -> None:
+        check_frame_rates(group["lr"], group[self.momentum])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(p)}
@@ -85,10 +93,6 @@ class AdamWRule(_Averaged):
 
     def __init__(self, decay: str = "weight_decay") -> None:
         self.decay = decay
-
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        beta1, beta2 = group["betas"]
-        check_rates("AdamW", lr=group["lr"], beta1=beta1, beta2=beta2, **{self.decay: group[self.decay]})
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros_like(p), "exp_avg_sq": zeros_like(p)}
@@ -115,9 +119,6 @@ class SgdRule(_Averaged):
     """m <- beta m + g + wd W; W <- W - lr m."""
 
     name = "sgd"
-
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_rates("SGD", lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)} if group["momentum"] else {}

@@ -7,6 +7,7 @@ vote (`aux="vote"`), SPEL for frames. So a comparison of methods changes one wor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -14,15 +15,20 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.optim.data_parallel import DataParallel
 from thinwire.optim.means import AdamWRule, MuonRule, SgdRule, SpelRule
-from thinwire.optim.rule import Rule
+from thinwire.optim.options import KINDS, check_options
+from thinwire.optim.parameters import listed
+from thinwire.optim.rule import Group, Rule
 from thinwire.optim.signs import AuxiliaryVote, LionRule, Scale, SignMuonRule, SignumRule
 from thinwire.polar import POLAR_EXPRESS, Coefficients, named
+
+_GROUP_OPTIONS = ("base_lr", "steps", "wire_dtype")  # besides those of the method
 
 Aux = Literal["adamw", "vote"]
 Betas = tuple[float, float]
 _AUX_OPTIONS: dict[str, Any] = {
     "betas": (0.9, 0.95), "eps": 1e-10, "aux_decay": 0.0, "frame_momentum": 0.9, "aux_momentum": 0.95,
 }  # fmt: skip
+_SHARED: dict[str, Any] = {"aux": "adamw", "wire_dtype": torch.float32, "aux_dtype": torch.bfloat16, **_AUX_OPTIONS}
 
 
 class _Method(DataParallel):
@@ -30,31 +36,44 @@ class _Method(DataParallel):
 
     LR = 1e-3
 
-    def __init__(
-        self, params: Iterable[Any], main: Rule, options: dict[str, Any], *, aux: Aux = "adamw",
-        wire_dtype: torch.dtype = torch.float32, aux_dtype: torch.dtype = torch.bfloat16, **rest: Any,
-    ) -> None:  # fmt: skip
-        if aux not in ("adamw", "vote"):
-            raise ConfigError(f"aux={aux!r}", "adamw, vote")
-        for dtype in (wire_dtype, aux_dtype):
-            if not dtype.is_floating_point:
-                raise ConfigError(f"means in {dtype}", "float32, bfloat16, float16, float64")
-        self._dtypes = {"muon": wire_dtype}, aux_dtype
-        auxiliary: Rule = AuxiliaryVote() if aux == "vote" else AdamWRule("aux_decay")
+    def __init__(self, params: Iterable[Any], main: Rule, options: dict[str, Any], rest: dict[str, Any]) -> None:
+        check_takes(type(self), rest)
+        shared = {name: rest.pop(name, default) for name, default in _SHARED.items()}
+        given = options["lr"]
+        options["lr"] = self.LR if given is None else given
+        check_options(type(self).__name__, {**shared, **options})
+        if "coefficients" in options:
+            options["coefficients"] = named(options["coefficients"])
+        params = listed(params)
+        if given is not None:
+            _check_one_rate(params, given)
+        self._dtypes = {"muon": shared["wire_dtype"]}, shared["aux_dtype"]
+        auxiliary: Rule = AuxiliaryVote() if shared["aux"] == "vote" else AdamWRule("aux_decay")
         rules: dict[str, Rule] = {"muon": main, "adamw": auxiliary, "spel": SpelRule()}
-        own = {key: rest.pop(key) for key in list(rest) if key in _AUX_OPTIONS}
-        params = list(params)
-        if options["lr"] is None:
-            options["lr"] = self.LR
-        else:
-            _check_one_rate(params, options["lr"])
-        super().__init__(params, rules, {**_AUX_OPTIONS, **own, **options}, **rest)
+        super().__init__(params, rules, {**{name: shared[name] for name in _AUX_OPTIONS}, **options}, **rest)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `DataParallel`."""
+    def _completed(self, group: Group) -> Group:
+        check_takes(type(self), [name for name in group if name in KINDS], (*self.defaults, *_GROUP_OPTIONS))
         by_rule, other = self._dtypes
-        param_group.setdefault("wire_dtype", by_rule.get(param_group.get("rule", "muon"), other))
-        super().add_param_group(param_group)
+        return {"wire_dtype": by_rule.get(group.get("rule", "muon"), other), **group}
+
+
+def options_of(method: type[DataParallel]) -> list[str]:
+    """The names of all options of a method: its own, those of the other rules, those of the exchange."""
+    own = [name for name, one in signature(method).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    exchange = [name for name, one in signature(DataParallel).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    shared = _SHARED if issubclass(method, _Method) else {}
+    return list(dict.fromkeys([*own[1:], *shared, *exchange]))  # the first are the parameters
+
+
+def check_takes(method: type[DataParallel], given: Iterable[str], allowed: Iterable[str] | None = None) -> None:
+    """Raises ConfigError for the first option that the method (or what of it is allowed) does not have."""
+    ours = list(options_of(method) if allowed is None else allowed)
+    for name in given:
+        if name not in ours:
+            having = [one.__name__ for one in (*METHODS.values(), Spel) if name in options_of(one)]
+            who = f"it is an option of {', '.join(having)}" if having else "no method has it"
+            raise ConfigError(f"{method.__name__} with {name}", ", ".join(ours), who)
 
 
 def _check_one_rate(groups: Iterable[Any], lr: float) -> None:
@@ -109,9 +128,9 @@ class SignMuon(_Method):
         options = {
             "lr": lr, "momentum": momentum, "average": average, "nesterov": nesterov, "weight_decay": weight_decay,
             "decay": decay, "scale": scale, "local_polar": local_polar, "feedback": feedback,
-            "coefficients": named(coefficients),
+            "coefficients": coefficients,
         }  # fmt: skip
-        super().__init__(params, SignMuonRule(), options, **rest)
+        super().__init__(params, SignMuonRule(), options, rest)
 
 
 class Signum(_Method):
@@ -134,14 +153,27 @@ class Signum(_Method):
         options = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "feedback": feedback,
         }  # fmt: skip
-        super().__init__(params, SignumRule(), options, **rest)
+        super().__init__(params, SignumRule(), options, rest)
 
 
-class SignSGD(Signum):
-    """Signum without momentum: the majority vote of arXiv 1802.04434."""
+class SignSGD(_Method):
+    """Signum without momentum: the majority vote of arXiv 1802.04434.
 
-    def __init__(self, params: Iterable[Any], lr: float | None = None, **rest: Any) -> None:
-        super().__init__(params, lr, 0.0, **rest)
+    Args: as `SignMuon`'s.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        *,
+        weight_decay: float = 0.0,
+        decay: Literal["coupled", "decoupled"] = "decoupled",
+        feedback: bool = False,
+        **rest: Any,
+    ) -> None:
+        options = {"lr": lr, "momentum": 0.0, "weight_decay": weight_decay, "decay": decay, "feedback": feedback}
+        super().__init__(params, SignumRule(), options, rest)
 
 
 class DistributedLion(_Method):
@@ -160,7 +192,7 @@ class DistributedLion(_Method):
         **rest: Any,
     ) -> None:
         options = {"lr": lr, "lion_betas": betas, "weight_decay": weight_decay, "feedback": feedback}
-        super().__init__(params, LionRule(), options, **rest)
+        super().__init__(params, LionRule(), options, rest)
 
 
 class Muon(_Method):
@@ -188,9 +220,9 @@ class Muon(_Method):
     ) -> None:
         options = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
-            "coefficients": named(coefficients),
+            "coefficients": coefficients,
         }  # fmt: skip
-        super().__init__(params, MuonRule(), options, **rest)
+        super().__init__(params, MuonRule(), options, rest)
 
 
 class AdamW(_Method):
@@ -207,7 +239,7 @@ class AdamW(_Method):
         **rest: Any,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, AdamWRule(), options, **rest)
+        super().__init__(params, AdamWRule(), options, rest)
 
 
 class SGD(_Method):
@@ -224,7 +256,7 @@ class SGD(_Method):
         weight_decay: float = 0.0,
         **rest: Any,
     ) -> None:
-        super().__init__(params, SgdRule(), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **rest)
+        super().__init__(params, SgdRule(), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rest)
 
 
 class Spel(DataParallel):
@@ -237,6 +269,7 @@ class Spel(DataParallel):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.002, momentum: float = 0.9, **rest: Any) -> None:
+        check_takes(type(self), rest)
         defaults = {"lr": lr, "momentum": momentum, "wire_dtype": torch.float32}
         rule = SpelRule("momentum")
         super().__init__(params, {"muon": rule, "spel": rule}, defaults, **rest)
@@ -253,3 +286,4 @@ METHODS: dict[str, type[_Method]] = {
     "adamw": AdamW, "sgd": SGD,
 }  # fmt: skip
 VOTING = ("signmuon", "signum", "signsgd", "lion")  # methods that send signs
+WITH_MOMENTUM = ("muon", "signmuon", "signum", "sgd")  # methods of which `momentum` is an option

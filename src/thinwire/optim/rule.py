@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-
-from thinwire.errors import ConfigError
 
 Group = dict[str, Any]
 Wire = Literal["vote", "mean"]
@@ -31,8 +28,11 @@ class Rule(Protocol):
     name: str
     wire: Wire
 
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        """Raise ConfigError for what the rule cannot train."""
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        """Raise ConfigError for a parameter that the rule cannot train."""
+
+    def check_group(self, group: Group) -> None:
+        """Raise ConfigError for options that the rule takes less of than `options.KINDS` says."""
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """New state for a parameter: a worker's own where the wire is a vote, else everybody's."""
@@ -49,6 +49,11 @@ def has_feedback(rule: Rule, group: Group) -> bool:
     return rule.wire == "vote" and bool(group.get("feedback"))
 
 
+def state_names(rule: Rule, group: Group) -> set[str]:
+    """What the options of a group want a parameter's state to hold."""
+    return {*rule.state(torch.empty(0), group), *(["feedback"] if has_feedback(rule, group) else [])}
+
+
 def state_dtype(p: Tensor) -> torch.dtype:
     """Of momenta: float32, or float64 for float64."""
     return torch.promote_types(p.dtype, torch.float32)
@@ -57,12 +62,3 @@ def state_dtype(p: Tensor) -> torch.dtype:
 def zeros_like(p: Tensor) -> Tensor:
     """New state in the shape of a parameter."""
     return torch.zeros_like(p, dtype=state_dtype(p), memory_format=torch.preserve_format)
-
-
-def check_rates(rule: str, **rates: float) -> None:
-    """Raises ConfigError unless rates and decays are 0 or more, and momenta (and betas) in [0, 1)."""
-    for name, value in rates.items():
-        is_fraction = "momentum" in name or "beta" in name
-        if not 0 <= value < (1 if is_fraction else math.inf):
-            allowed = "momentum in [0, 1)" if is_fraction else f"{name} of 0 or more"
-            raise ConfigError(f"{rule} with {name}={value}", allowed)

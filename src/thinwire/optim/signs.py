@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors, row_blocks
-from thinwire.optim.rule import Group, Slot, Wire, check_rates, state_dtype, zeros_like
+from thinwire.optim.rule import Group, Slot, Wire, state_dtype, zeros_like
 
 Scale = Literal["none", "fan_in", "sqrt_mn", "rms"]
 SCALES: tuple[Scale, ...] = ("none", "fan_in", "sqrt_mn", "rms")
@@ -71,22 +71,28 @@ def take_vote(
             part.sub_((move * f if isinstance(f, Tensor) or f != 1 else move).to(p.dtype), alpha=lr)
 
 
-class SignMuonRule:
-    """Vote on the signs of the polar factor of the momentum."""
+class _Voted:
+    """A momentum in every worker; the table of options says all about their values."""
 
-    name = "signmuon"
     wire: Wire = "vote"
 
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_matrix(p, splits, "SignMuon")
-        check_rates("SignMuon", lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
-        for name, allowed in (("average", ("ema", "heavy_ball")), ("decay", ("coupled", "decoupled"))):
-            if group[name] not in allowed:
-                raise ConfigError(f"{name}={group[name]!r}", " or ".join(allowed))
-        shape_factor(group["scale"], 1, 1, is_polar=False)
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        pass
+
+    def check_group(self, group: Group) -> None:
+        pass
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)}
+
+
+class SignMuonRule(_Voted):
+    """Vote on the signs of the polar factor of the momentum."""
+
+    name = "signmuon"
+
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        check_matrix(p, splits, "SignMuon")
 
     def directions(self, slots: Sequence[Slot], gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         beta = group["momentum"]
@@ -115,14 +121,10 @@ class SignMuonRule:
         take_vote(slots, updates, group, factors)
 
 
-class SignumRule:
+class SignumRule(_Voted):
     """Vote on the signs of the momentum; without momentum this is SignSGD."""
 
     name = "signum"
-    wire: Wire = "vote"
-
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_rates("Signum", lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)} if group["momentum"] else {}
@@ -143,18 +145,10 @@ class SignumRule:
         take_vote(slots, decided, group, sign_factors(slots, sizes))
 
 
-class LionRule:
+class LionRule(_Voted):
     """Distributed Lion."""
 
     name = "lion"
-    wire: Wire = "vote"
-
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        beta1, beta2 = group["lion_betas"]
-        check_rates("Lion", lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
-
-    def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
-        return {"momentum": zeros_like(p)}
 
     def directions(self, slots: Sequence[Slot], gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         beta1, beta2 = group["lion_betas"]
@@ -173,9 +167,6 @@ class AuxiliaryVote(SignumRule):
     """Signum for what is no hidden matrix: steps of 0.2 lr, the size of AdamW's, and no decay."""
 
     name = "aux_vote"
-
-    def check(self, p: Tensor, splits: Sequence[int], group: Group) -> None:
-        check_rates("the vote on other parameters", lr=group["lr"], momentum=group["aux_momentum"])
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)}

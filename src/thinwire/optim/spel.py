@@ -42,9 +42,8 @@ def check_frame_rates(lr: float, momentum: float) -> None:
         )
 
 
-def check_frame(p: Tensor, lr: float, momentum: float) -> None:
-    """Raises ConfigError unless `p` is an orthonormal float32 matrix and the rates suit the retraction."""
-    check_frame_rates(lr, momentum)
+def check_frame(p: Tensor) -> None:
+    """Raises ConfigError unless `p` is an orthonormal float32 matrix."""
     if p.dim() != 2 or p.dtype != torch.float32:
         raise ConfigError(f"a frame of {p.dtype} {tuple(p.shape)}", "float32 matrices D x K, K <= D")
     if p.size(0) < p.size(1) or not orthogonality_error(p) <= 1e-3:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, one_line
 
 _SINGLE = ("GPipe", "1F1B")  # one stage per rank
 _LOOP = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # stage p on rank p mod R
@@ -116,7 +116,7 @@ def _torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatc
         return {rank: list(_compute_actions(actions)) for rank, actions in order.items()}
     except ValueError as error:
         given = f"{name} on {num_ranks} x {stages_per_rank} stages with {num_microbatches} microbatches"
-        raise ConfigError(given, remedy=" ".join(str(error).split())) from error
+        raise ConfigError(given, remedy=one_line(error)) from error
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"torch changed how {name} describes its order of actions ({error}); thinwire.pipeline.orders "

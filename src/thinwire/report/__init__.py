@@ -5,6 +5,6 @@ from __future__ import annotations
 from thinwire.report.picture import comparison_picture
 from thinwire.report.runs import Run, load_run
 from thinwire.report.show import show
-from thinwire.report.table import comparison_rows, comparison_table
+from thinwire.report.table import comparison_rows, comparison_tables
 
-__all__ = ["Run", "comparison_picture", "comparison_rows", "comparison_table", "load_run", "show"]
+__all__ = ["Run", "comparison_picture", "comparison_rows", "comparison_tables", "load_run", "show"]

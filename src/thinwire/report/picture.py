@@ -1,4 +1,4 @@
-"""One picture of several runs: loss against tokens, against wall-clock time, against bytes sent."""
+"""One picture of several runs: loss against data, against wall-clock time, against bytes sent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def comparison_picture(runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
     axes = figure.subplots(1, 3, sharey=True)
     drawn = [_draw(axis, panel, runs) for axis, panel in zip(axes, _panels(runs), strict=True)]
-    axes[0].set_ylabel("loss (nats per token)", fontsize=10, color=_INK)
+    per = " or ".join(sorted({run.unit.removesuffix("s") for run in runs})) or "token"
+    axes[0].set_ylabel(f"loss (nats per {per})", fontsize=10, color=_INK)
     _set_ranges(axes, runs, drawn[-1])
     _write_around(figure, runs, height, num_lines)
     _save(figure, path)
@@ -61,8 +62,9 @@ def _panels(runs: Sequence[Run]) -> list[_Panel]:
     unit, unit_s = "seconds", 1.0
     if longest_s > 300:
         unit, unit_s = ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
+    units = sorted({run.unit for run in runs}) or ["tokens"]
     return [
-        _Panel("Against data", "tokens", lambda run: run.column("tokens")),
+        _Panel("Against data", " or ".join(units), lambda run: run.column("tokens")),
         _Panel("Against time", f"wall-clock time of the steps ({unit})", lambda run: _elapsed_s(run, unit_s)),
         _Panel("Against traffic", "bytes sent", _bytes_sent, logarithmic=True),
     ]
@@ -224,8 +226,14 @@ def _write_legend(figure: Figure, runs: Sequence[Run], bottom: float) -> None:
     )
     # Named afterwards: matplotlib drops a label that begins with an underscore.
     for text, name, run in zip(legend.get_texts(), distinct_names(runs), runs, strict=True):
-        link = f", link {run.link or 'real'}" if links_differ(runs) else ""
-        text.set(text=f"{name} ({run.codec}{link})", parse_math=False)
+        link = (run.links or "real links",) if links_differ(runs) else ()
+        text.set(text=f"{name} ({', '.join([*_compressors(run), *link])})", parse_math=False)
+
+
+def _compressors(run: Run) -> list[str]:
+    """What replicas train by, and what crosses the boundaries, where there are any."""
+    method = [run.method] if run.num_replicas > 1 else []
+    return [*method, run.codec] if run.num_stages > 1 or not method else method
 
 
 def _save(figure: Figure, path: Path) -> None:

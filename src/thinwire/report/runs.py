@@ -46,9 +46,46 @@ class Run:
 
     @property
     def link(self) -> str | None:
-        """The emulated link in its text form, None where the run used its real connections."""
+        """The link emulated between stages in its text form, None where the run used its real connections."""
         link = _recorded(self, "link")
         return None if link in (None, "", "none") else link
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, 1 where none are recorded."""
+        return int(self._part("pipeline").get("stages") or 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the whole model, 1 where none are recorded."""
+        return int(self._part("dp").get("replicas") or 1)
+
+    @property
+    def dp_link(self) -> str | None:
+        """The link emulated between replicas in its text form, None for real connections, or for none at all."""
+        dp = self._part("dp")
+        link = dp.get("link")
+        return None if self.num_replicas == 1 or dp.get("emulate") or link in (None, "", "none") else str(link)
+
+    @property
+    def links(self) -> str | None:
+        """All emulated links in words, None where there is none."""
+        between = {"stages": self.link, "replicas": self.dp_link}
+        return " and ".join(f"{link} between {ends}" for ends, link in between.items() if link) or None
+
+    @property
+    def method(self) -> str:
+        """The optimizer, "-" where none is recorded."""
+        return str(self._part("optim").get("method") or "-")
+
+    @property
+    def unit(self) -> str:
+        """What the run counts as `tokens`."""
+        return "pictures" if str(self._part("model").get("family")).startswith("resnet") else "tokens"
+
+    def _part(self, name: str) -> dict[str, Any]:
+        part = self.config.get(name)
+        return part if isinstance(part, dict) else {}
 
     def column(self, key: str) -> list[float]:
         """`key` of every step; not-a-number where a step lacks it."""

@@ -1,14 +1,14 @@
-"""What `thinwire report` shows: the table on the terminal and one picture."""
+"""What `thinwire report` shows: tables on the terminal and one picture."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.report.picture import comparison_picture
 from thinwire.report.runs import load_run
-from thinwire.report.table import comparison_rows, comparison_table
+from thinwire.report.table import comparison_rows, comparison_tables
+from thinwire.train.metrics import to_json
 
 
 def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> None:
@@ -22,8 +22,9 @@ def show(folders: Sequence[Path], picture: Path, *, as_json: bool = False) -> No
     runs = [load_run(folder) for folder in folders]
     comparison_picture(runs, picture)
     if as_json:
-        print(json.dumps(comparison_rows(runs), indent=2))
+        print(to_json(comparison_rows(runs), indent=2))
         return
     console = Console()
-    console.print(comparison_table(runs))
+    for table in comparison_tables(runs):
+        console.print(table, "")
     console.print(f"picture: {picture}", highlight=False)

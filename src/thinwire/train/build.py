@@ -13,6 +13,7 @@ from thinwire.bits import num_words
 from thinwire.link import Link
 from thinwire.models import ResNet
 from thinwire.optim import DataParallel, Route, build_optimizers, groups, route_models
+from thinwire.optim.methods import VOTING, WITH_MOMENTUM
 from thinwire.pipeline import Engine, Stage, connect, split
 from thinwire.pipeline.orders import stage_rank
 from thinwire.train.config import Config
@@ -82,9 +83,9 @@ def _optimizers(
 ) -> list[DataParallel]:
     optim, dp = config.optim, config.dp
     method: dict[str, Any] = {"weight_decay": optim.weight_decay}
-    if optim.method in ("muon", "signmuon", "signum", "sgd"):
+    if optim.method in WITH_MOMENTUM:
         method["momentum"] = optim.momentum
-    if optim.method in ("signmuon", "signum", "signsgd", "lion"):
+    if optim.method in VOTING:
         method["feedback"] = optim.feedback
     if optim.method == "signmuon":
         method |= {"scale": optim.scale, "local_polar": optim.local_polar}

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import ConfigError, StorageError
+from thinwire.errors import ConfigError, StorageError, one_line
 from thinwire.optim import DataParallel
 from thinwire.pipeline import Stage, Sync
 from thinwire.train.config import Config
-from thinwire.train.place import Place, one_line
+from thinwire.train.place import Place
 from thinwire.train.stored import flat, from_dict, layout_digest, to_dict
 
 _STATE = "run.json"
@@ -204,11 +204,17 @@ def _is_own(name: str) -> bool:
 def load(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:
     """Fill `values` in place from a checkpoint whose shards are as they were saved.
 
+    A process beyond those that saved it, whose replica was emulated then, keeps its own random state.
+
     Raises:
         ConfigError: a shard is damaged, or tensors are missing or have other shapes.
     """
-    _check_shards(checkpoint, read_state(checkpoint)["shards"], place)
-    _read(checkpoint, values, place)
+    state = read_state(checkpoint)
+    _check_shards(checkpoint, state["shards"], place)
+    saved_processes = from_dict(state["config"]).num_processes
+    _read(
+        checkpoint, {k: v for k, v in values.items() if place.rank < saved_processes or not k.startswith("rng/")}, place
+    )
 
 
 def _read(checkpoint: Path, values: dict[str, Tensor], place: Place) -> None:

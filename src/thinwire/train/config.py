@@ -85,6 +85,11 @@ class Config:
         return self.model.family.startswith("resnet")
 
     @property
+    def unit(self) -> str:
+        """What the run counts as `tokens`."""
+        return "pictures" if self.is_pictures else "tokens"
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary; a run on pictures has none."""
         return 1 if self.is_pictures else self.network.vocab_size
@@ -130,7 +135,6 @@ class Config:
         """
         chosen, id_bytes = self.codec, id_width(self.vocab_size)
         if chosen.name == "identity":
-            _refuse_subspace_options(chosen)
             return codecs.get("identity", wire_format=chosen.wire_format)
         if bool(chosen.rank) == bool(chosen.factor):
             raise ConfigError(
@@ -159,13 +163,3 @@ class Config:
         if isinstance(codec, Subspace) and codec.frame != "frozen":
             sent += 4 * dim * codec.rank + 48
         return messages * batch * tokens * dim * 2 / sent
-
-
-def _refuse_subspace_options(chosen: CodecConfig) -> None:
-    """An option without effect is an error."""
-    default = CodecConfig()
-    for name in ("rank", "factor", "anchor_rank", "frame_gradient", "init"):
-        if getattr(chosen, name) != getattr(default, name):
-            raise ConfigError(
-                f"codec.{name} with the identity codec", "wire_format only", "drop it or set codec.name=mapl"
-            )

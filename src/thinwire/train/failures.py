@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, PeerError, ThinwireError
+from thinwire.errors import ConfigError, PeerError, ThinwireError, one_line
 from thinwire.train import checkpoint
 from thinwire.train.build import ranks_of_stages
 from thinwire.train.config import Config
-from thinwire.train.place import Place, one_line
+from thinwire.train.place import Place
 
 _NETWORK_WORDS = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "broken pipe", "reset")
 

@@ -119,7 +119,7 @@ class DataParallelConfig:
     aux: Aux = "adamw"
     """what trains everything but hidden matrices: adamw (on means in bf16) or vote (one bit)"""
     link: str = "none"
-    """emulated between replicas, as in 50mbit,20ms"""
+    """emulated between replicas of different processes, as in 50mbit,20ms; emulated replicas do not wait"""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Trainer:
         self.batches = self._batches()
         self.validation = Validation(config, self.parts.work, place)
         self.meter = TrafficMeter(self.engine.ledger)
-        self.journal = Journal(self.run, place, config.name, config.train.steps, config.tokens_per_step)
+        counted = config.tokens_per_step, config.unit
+        self.journal = Journal(self.run, place, config.name, config.train.steps, *counted)
         self.parameters = [p for stage in self.parts.stages for p in stage.parameters()]
         self.step = 0
         self.skipped = 0
@@ -64,8 +65,10 @@ class Trainer:
         train = self.config.train
         self._begin()  # may refuse a checkpoint: nothing has been written yet
         self._prepare_folder()
-        self.journal.open(self.step, routing_table(self.parts.routes, self.place))
-        net = replicas.network(self.config, self.parts, self.place)
+        self.journal.open(self.step, routing_table(self.config, self.parts.routes, self.place))
+        first_step = self.step
+        exchange = replicas.plan(self.config, self.parts, self.place)
+        self.journal.say(exchange.lines() if exchange else [])
         self.meter.read()
         evaluation: dict[str, float] = {}
         try:
@@ -79,7 +82,9 @@ class Trainer:
         finally:
             self.journal.close()
         evaluation = evaluation or self.validation.run(self.engine)
-        return summarise(self.config, self.place, self.parts, self.journal.records, evaluation, net)
+        summary = summarise(self.config, self.place, self.parts, self.journal.records, evaluation, exchange, first_step)
+        self.journal.say(replicas.lines(summary))
+        return summary
 
     def _batches(self) -> Any:
         return self.parts.work.batches(self.config)
@@ -243,11 +248,11 @@ class Trainer:
         waited_s = sum(port.waited_s for port in ports)
         for port in ports:
             port.waited_s = 0.0
-        vote_s = sum(optimizer.workers.waited_s for optimizer in self.parts.optimizers)
+        exchange_s = sum(optimizer.workers.waited_s for optimizer in self.parts.optimizers)
         for optimizer in self.parts.optimizers:
             optimizer.workers.waited_s = 0.0
         compute = {"forward_s": activity.take("F"), "backward_s": activity.take("BIW")}
-        return {**compute, "link_wait_s": waited_s, "vote_s": vote_s}
+        return {**compute, "link_wait_s": waited_s, "exchange_s": exchange_s}
 
     def _orthogonality(self) -> dict[str, float]:
         errors = [orthogonality_error(frame) for frame in frames(self.parts.stages).values()]

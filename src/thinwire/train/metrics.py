@@ -20,7 +20,7 @@ from thinwire.wire import DATA_PARALLEL, Direction, Ledger
 
 _SYNC_KINDS = ("frame", "frame_gradient", "anchors", "anchors_gradient", "tied", "tied_gradient")
 SUMMED = ("wire_bytes_fwd", "wire_bytes_bwd", "wire_bytes_dp", "wire_bytes_sync", "sync_bytes_fwd", "sync_bytes_bwd")
-MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s", "vote_s")
+MEANED = ("forward_s", "backward_s", "link_wait_s", "optimizer_s", "sync_s", "data_s", "exchange_s")
 LARGEST = ("orthogonality_error", "step_s")
 _LINE_EVERY_S = 10.0  # between progress lines where there is no terminal
 KEYS = (*SUMMED, *MEANED, *LARGEST)
@@ -77,10 +77,23 @@ class Gathering:
         }
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON, which knows neither NaN nor infinity: they become null."""
+    return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON object to a file of lines."""
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(to_json(record) + "\n")
 
 
 def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -95,7 +108,7 @@ def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
             continue  # the last line of a run that was killed while writing
         if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
             kept.append(record)
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
     return kept
 
 
@@ -107,9 +120,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Progress:
-    """A live line on a terminal, plain lines elsewhere: loss, tokens/s, bytes per token, time left."""
+    """A live line on a terminal, plain lines elsewhere: loss, tokens/s, bytes per token, time left.
 
-    def __init__(self, title: str, total_steps: int, first_step: int, file: IO[str] | None = None) -> None:
+    `unit`: what the run counts, tokens or pictures.
+    """
+
+    def __init__(
+        self, title: str, total_steps: int, first_step: int, unit: str = "tokens", file: IO[str] | None = None
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -121,7 +139,7 @@ class Progress:
             TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(), console=self.console, disable=not self.live,
         )  # fmt: skip
         self.task = self.bar.add_task(title, total=total_steps, completed=first_step, numbers="")
-        self.title = title
+        self.title, self.unit = title, unit
         self.last_line_s = -math.inf  # the first step is shown at once
         self.bar.start()
 
@@ -129,9 +147,8 @@ class Progress:
         """Show a step."""
         sent = sum(record[f"wire_bytes_{kind}"] for kind in ("fwd", "bwd", "sync", "dp"))
         per_token = sent * record["step"] / max(1, record["tokens"])
-        numbers = (
-            f"loss {record['loss']:.3f}  {record['tokens_per_s']:.0f} tokens/s  {per_token:.0f} bytes/token in all"
-        )
+        speed = f"{record['tokens_per_s']:.0f} {self.unit}/s  {per_token:.0f} bytes/{self.unit.removesuffix('s')}"
+        numbers = f"loss {record['loss']:.3f}  {speed} in all"
         self.bar.update(self.task, completed=record["step"], numbers=numbers)
         now = time.monotonic()
         if not self.live and (record["step"] == self.total_steps or now - self.last_line_s >= _LINE_EVERY_S):
@@ -150,8 +167,8 @@ class Progress:
 class Journal:
     """What a run writes down. Only the main process writes; the others take part in gathering the numbers."""
 
-    def __init__(self, run: Path, place: Place, title: str, total_steps: int, tokens_per_step: int) -> None:
-        self.run, self.place, self.title = run, place, title
+    def __init__(self, run: Path, place: Place, title: str, total_steps: int, tokens_per_step: int, unit: str) -> None:
+        self.run, self.place, self.title, self.unit = run, place, title, unit
         self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
         self.records: list[dict[str, Any]] = []
         self.pending: tuple[Gathering, dict[str, Any]] | None = None
@@ -167,9 +184,14 @@ class Journal:
         self.records = cut_after(self.run / "metrics.jsonl", step)
         cut_after(self.run / "evals.jsonl", step)
         self.board = SummaryWriter(str(self.run), purge_step=step + 1 if step else None)
-        self.progress = Progress(self.title, self.total_steps, step)
-        for line in table:
-            self.progress.say(line)
+        self.progress = Progress(self.title, self.total_steps, step, self.unit)
+        self.say(table)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print lines, on the main process."""
+        if self.progress is not None:
+            for line in lines:
+                self.progress.say(line)
 
     def step(self, local: dict[str, float], record: dict[str, Any]) -> None:
         """Take a step's numbers of this rank; the step before is written now, its exchange had a step's time."""

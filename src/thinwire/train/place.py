@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from thinwire.errors import ConfigError, PeerError
+from thinwire.errors import ConfigError, PeerError, one_line
 from thinwire.train.config import Config
 
 
@@ -80,7 +80,7 @@ def join(config: Config) -> Place:
     mesh = init_device_mesh(device.type, (world // depth, depth), mesh_dim_names=("dp", "pp"))
     return Place(
         rank, world, device, dist.group.WORLD, rank % depth, mesh["pp"].get_group() if depth > 1 else None,
-        rank // depth, mesh["dp"].get_group() if world > depth else None,
+        rank // depth, mesh["dp"].get_group(),
     )  # fmt: skip
 
 
@@ -117,12 +117,6 @@ def leave() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An error's text on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _device(local_rank: int) -> torch.device:

@@ -107,12 +107,11 @@ def signmuon_llama() -> Config:
 @recipe
 def signmuon_nanogpt() -> Config:
     """nanoGPT's small model (384 wide, 6 layers, context 256), 1,500 steps at lr 1e-3 as in Sign-Muon's paper."""
-    return Config(
+    same = signmuon_llama()
+    return replace(
+        same,
         model=ModelConfig(family="gpt", size="10m", seq_len=256, tied_head=True),
-        pipeline=PipelineConfig(stages=1, microbatches=1),
-        dp=DataParallelConfig(replicas=4, ties="random"),
-        optim=OptimConfig(method="signmuon", lr=1e-3, adamw_ratio=5.0, warmup_steps=75, decay="cosine"),
-        train=TrainConfig(steps=1500, batch_size=64, eval_every=250, checkpoint_every=500),
+        optim=replace(same.optim, warmup_steps=75),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import platform
 import resource
 import shlex
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from thinwire import __version__
-from thinwire.collectives.cost import AlphaBeta
 from thinwire.link import Link
 from thinwire.optim import Route, describe
 from thinwire.pipeline.orders import Action, schedule_actions
@@ -24,7 +23,7 @@ from thinwire.plan import simulate
 from thinwire.train import replicas
 from thinwire.train.build import Parts, ranks_of_stages
 from thinwire.train.config import Config
-from thinwire.train.metrics import MEANED, SUMMED, write_atomically
+from thinwire.train.metrics import MEANED, SUMMED, to_json, write_atomically
 from thinwire.train.place import Place, gather_json
 from thinwire.wire import HEADER_BYTES
 
@@ -37,19 +36,24 @@ def summarise(
     parts: Parts,
     records: Sequence[dict[str, Any]],
     evaluation: dict[str, float],
-    net: AlphaBeta | None = None,
+    exchange: replicas.Plan | None = None,
+    first_step: int = 0,
 ) -> dict[str, Any]:
-    """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere."""
+    """Gather what the ranks know and write `summary.json`; returns it on the main process, {} elsewhere.
+
+    What replicas cost is that of the steps after `first_step`: earlier ones may have been taken by another number.
+    """
     stages = _gather(_stage_accounts(config, parts) if place.replica == 0 else [], place)
     if not place.is_main:
         return {}
     records = [record for record in records if record.keys() >= {"step_s", *SUMMED, *MEANED}]  # of this version
     steady = records[_SETTLING_STEPS:] or records
+    lately = [record for record in steady if record["step"] > first_step] or steady[-1:]
     summary = {
         **evaluation,
         "params": sum(stage["params"] for stage in stages),
         **_traffic(config, records),
-        **replicas.account(config, parts, steady, net, sum(stage["params"] for stage in stages)),
+        **replicas.account(config, exchange, lately, sum(stage["params"] for stage in stages)),
         "median_step_s": median(record["step_s"] for record in steady),
         "predicted_step_s": predicted_step_s(config, stages, steady),
         "link": config.pipeline.link if place.group is not None else "none",  # the twin waits for no link
@@ -64,12 +68,12 @@ def summarise(
         "command": shlex.join(["thinwire", *sys.argv[1:]]),
         "seed": config.train.seed,
     }
-    write_atomically(Path(config.folder) / config.name / "summary.json", json.dumps(summary, indent=2))
+    write_atomically(Path(config.folder) / config.name / "summary.json", to_json(summary, indent=2))
     return summary
 
 
 def _largest_error(records: Sequence[dict[str, Any]]) -> float:
-    return max(float(record["orthogonality_error"]) for record in records)
+    return max(math.nan if error is None else error for error in (record["orthogonality_error"] for record in records))
 
 
 def predicted_step_s(config: Config, stages: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> float:
@@ -118,16 +122,25 @@ def _exchange_s(config: Config, link: Link, frame_bytes: int) -> float:
     return max((link.transfer_s(size + HEADER_BYTES) for size in messages if size), default=0.0)
 
 
-def routing_table(routes: Sequence[Route], place: Place) -> list[str]:
-    """The start-up table `parameter | shape | rule | lr` of the whole pipeline, as lines."""
+def routing_table(config: Config, routes: Sequence[Route], place: Place) -> list[str]:
+    """The start-up table `parameter | shape | rule | lr` of the whole pipeline, as lines, with the run's methods."""
     rows = _gather(describe(routes) if place.replica == 0 else [], place)
     if not place.is_main:
         return []
-    width = max(len(row["parameter"]) for row in rows)
-    shapes = max(len(row["shape"]) for row in rows)
-    head = f"{'parameter':{width}} | {'shape':{shapes}} | {'rule':19} | lr"
-    lines = [f"{r['parameter']:{width}} | {r['shape']:{shapes}} | {r['rule']:19} | {r['lr']:g}" for r in rows]
-    return [head, "-" * len(head), *lines, "(mirror: follows the owner of the same tensor on another stage)", ""]
+    rules = {"muon": config.optim.method, "adamw": "vote" if config.dp.aux == "vote" else "adamw"}
+    for row in rows:
+        rule, *matrices = row["rule"].split(" ", 1)
+        row["rule"] = " ".join([rules.get(rule, rule), *matrices])
+    titles = ("parameter", "shape", "rule")
+    widths = [max(len(title), *(len(row[title]) for row in rows)) for title in titles]
+    table = [(*titles, "lr"), *((*(row[title] for title in titles), f"{row['lr']:g}") for row in rows)]
+    head, *lines = (
+        " | ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]])
+        for cells in table
+    )
+    has_mirrors = any(row["rule"] == "mirror" for row in rows)
+    note = ["(mirror: follows the owner of the same tensor on another stage)"] if has_mirrors else []
+    return [head, "-" * len(head), *lines, *note, ""]
 
 
 def _traffic(config: Config, records: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -14,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.link import Link
 from thinwire.models import ResNet
 from thinwire.optim.build import DECAYS
-from thinwire.optim.methods import METHODS, VOTING
+from thinwire.optim.methods import METHODS, VOTING, WITH_MOMENTUM
 from thinwire.optim.spel import MAX_FRAME_LR
 from thinwire.pipeline.orders import SCHEDULES, check_schedule
 from thinwire.pipeline.split import layer_counts
@@ -103,46 +104,81 @@ def _validate_names(config: Config) -> None:
         raise ConfigError("resume and overwrite together", "one of them")
 
 
+def settle(config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
+    """Return `config` without those of a recipe's values that do not apply to what was asked for, and their names.
+
+    `given` are the fields that the user named (`section.field`): they stay, and `validate` speaks of them.
+    """
+    left_out: list[str] = []
+    while names := [name for name in _without_effect(config) if name not in given]:
+        for name in names:
+            config = _with_default(config, name)
+        left_out += names
+    if config.codec.rank and config.codec.factor:  # one of them sets the other
+        name = "codec.factor" if "codec.rank" in given else "codec.rank"
+        config = config if name in given else _with_default(config, name)
+    return config, left_out
+
+
+def _with_default(config: Config, name: str) -> Config:
+    section, _, field = name.partition(".")
+    default = getattr(getattr(Config(), section), field)
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: default})})
+
+
 def _refuse_settings_without_effect(config: Config) -> None:
     """A setting that would be accepted and ignored is an error."""
+    for name in _without_effect(config):
+        raise ConfigError(
+            f"{name}, which has no effect with {config.model.family}, {config.optim.method}, {config.codec.name}, "
+            f"{config.pipeline.schedule}, {config.pipeline.stages} stages and {config.dp.replicas} replicas",
+            remedy="leave it out",
+        )
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Fields that say something and would be ignored."""
     pipe, codec, default = config.pipeline, config.codec, Config()
     frames_learn = codec.name in ("mapl", "free")
     ignored = {
         "pipeline.stages_per_rank": pipe.stages_per_rank not in (0, pipe.per_rank),
         **_ignored_by_method(config),
         **_ignored_by_family(config),
-        "codec.name": pipe.stages == 1 and codec.name != "identity",
-        "codec.wire_format": pipe.stages == 1 and codec.wire_format != default.codec.wire_format,
+        **_ignored_by_codec(config),
         "pipeline.link": pipe.stages == 1 and pipe.link != default.pipeline.link,
         "pipeline.port": (pipe.stages == 1 or pipe.emulate) and pipe.port != 0,
-        "codec.frame_gradient": not frames_learn and codec.frame_gradient != default.codec.frame_gradient,
         "optim.frame_ratio": not frames_learn and config.optim.frame_ratio != default.optim.frame_ratio,
         "optim.frame_momentum": codec.name != "mapl" and config.optim.frame_momentum != default.optim.frame_momentum,
         "data.text_column": config.data.text_column != default.data.text_column
         and (config.is_pictures or config.data.source == "stdlib"),
     }
-    for name, without_effect in ignored.items():
-        if without_effect:
-            raise ConfigError(
-                f"{name}, which has no effect with {config.model.family}, {config.optim.method}, {codec.name}, "
-                f"{pipe.schedule}, {pipe.stages} stages and {config.dp.replicas} replicas",
-                remedy="leave it out",
-            )
+    return [name for name, is_ignored in ignored.items() if is_ignored]
 
 
 def _ignored_by_method(config: Config) -> dict[str, bool]:
     optim, dp, default = config.optim, config.dp, Config()
     votes = optim.method in VOTING
     return {
-        "optim.momentum": optim.method in ("signsgd", "lion", "adamw") and optim.momentum != default.optim.momentum,
+        "optim.momentum": optim.method not in WITH_MOMENTUM and optim.momentum != default.optim.momentum,
         "optim.scale": optim.method != "signmuon" and optim.scale != default.optim.scale,
         "optim.local_polar": optim.method != "signmuon" and optim.local_polar,
         "optim.feedback": not votes and optim.feedback,
         "dp.ties": not votes and dp.aux != "vote" and dp.ties != default.dp.ties,
         "dp.transport": not votes and dp.aux != "vote" and dp.transport != default.dp.transport,
         "dp.emulate": dp.replicas == 1 and dp.emulate and not config.pipeline.emulate,
-        "dp.link": (dp.replicas == 1 or dp.emulate) and dp.link != default.dp.link,
+        "dp.link": dp.replicas == 1 and dp.link != default.dp.link,
     }
+
+
+def _ignored_by_codec(config: Config) -> dict[str, bool]:
+    codec, default = config.codec, Config().codec
+    one_stage = config.pipeline.stages == 1
+    unused = {"name", "wire_format"} if one_stage else set()
+    if codec.name == "identity":
+        unused |= {"rank", "factor", "anchor_rank", "frame_gradient", "init"}
+    elif codec.name == "fixed":
+        unused |= {"frame_gradient"}
+    return {f"codec.{name}": getattr(codec, name) != getattr(default, name) for name in sorted(unused)}
 
 
 def _ignored_by_family(config: Config) -> dict[str, bool]:
