@@ -213,6 +213,16 @@ def disagreements(rank: int) -> dict[str, str]:
     return found
 
 
+def added_apart(rank: int) -> str:
+    """What is told of parameters that were added after a step and start with other values on every rank."""
+    p, q = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.full((3, 4), float(rank)))
+    optimizer = SignMuon([p], lr=0.1, group=dist.group.WORLD)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.add_param_group({"params": [q]})
+    return told(optimizer.step)
+
+
 def under_ddp(rank: int) -> list[str]:
     module = nn.Linear(3, 3)
     model = DistributedDataParallel(module)
@@ -248,7 +258,7 @@ def everything(rank: int) -> dict[str, Any]:
     single = in_processes(rank, "signmuon", torch.float32)
     return {
         "runs": runs, "float32": single, "accumulated": accumulated(rank), "disagreements": disagreements(rank),
-        "ddp": under_ddp(rank) if dist.get_world_size() > 1 else [],
+        "added": added_apart(rank), "ddp": under_ddp(rank) if dist.get_world_size() > 1 else [],
     }  # fmt: skip
 
 
@@ -284,6 +294,11 @@ def test_a_disagreement_is_told_to_all_alike(results: Any) -> None:
         tensors, options = (result["disagreements"][what] for what in ("tensors", "options"))
         assert tensors.startswith(f"tensors of {last} differ from those of worker 0: entry 0 is parameter 0 (3, 5)")
         assert options.startswith(f"options of {last} differ") and "lr=0.5" in options and "lr=0.25" in options
+
+
+def test_what_is_added_has_to_start_alike(results: Any) -> None:
+    for result in results:
+        assert ("values" in result["added"]) == (len(results) > 1), result["added"]
 
 
 def test_gradients_that_ddp_has_averaged_are_refused(results: Any) -> None:
