@@ -177,9 +177,9 @@ class DataParallel(RuledGroups):
         self._number, self._compared = number, len(self.param_groups)
         assign_number(self.workers.group, number)
         self.abstained += self.workers.size - len(roll.voters)
-        names = [name for group in self.param_groups for name in parameter_names(group)]
-        found = zip(self.workers.here, spoiled, strict=True)
-        return roll, {worker: names[index] for worker, index in found if index is not None}
+        found = {w: index for w, index in zip(self.workers.here, spoiled, strict=True) if index is not None}
+        names = [name for group in self.param_groups for name in parameter_names(group)] if found else []
+        return roll, {worker: names[index] for worker, index in found.items()}
 
     def _follow(self, gradients: Sequence[Gradients], roll: Roll) -> None:
         """Exchange, and take the step that follows."""
