@@ -19,20 +19,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors
-from thinwire.optim.rule import Group, Slot, Wire, zeros_like
+from thinwire.optim.rule import Group, Slot, Unchecked, Wire, zeros_like
 from thinwire.optim.spel import check_frame, check_frame_rates, spel_update
 
 
-class _Averaged:
+class _Averaged(Unchecked):
     """Every worker contributes its gradients as they are."""
 
     wire: Wire = "mean"
-
-    def check(self, p: Tensor, splits: Sequence[int]) -> None:
-        pass
-
-    def check_group(self, group: Group) -> None:
-        pass
 
     def directions(self, slots: Sequence[Slot], gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         return list(gradients)

@@ -44,6 +44,16 @@ class Rule(Protocol):
         """Move the parameters by what was decided. `sizes[i]`: with error feedback, the mean size of each matrix."""
 
 
+class Unchecked:
+    """Takes every parameter, and every value that `options.KINDS` takes."""
+
+    def check(self, p: Tensor, splits: Sequence[int]) -> None:
+        pass
+
+    def check_group(self, group: Group) -> None:
+        pass
+
+
 def has_feedback(rule: Rule, group: Group) -> bool:
     """Whether a group's directions get what the signs left out; options are every group's, means leave nothing out."""
     return rule.wire == "vote" and bool(group.get("feedback"))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.optim.matrices import check_matrix, logical_matrices, polar_factors, row_blocks
-from thinwire.optim.rule import Group, Slot, Wire, state_dtype, zeros_like
+from thinwire.optim.rule import Group, Slot, Unchecked, Wire, state_dtype, zeros_like
 
 Scale = Literal["none", "fan_in", "sqrt_mn", "rms"]
 SCALES: tuple[Scale, ...] = ("none", "fan_in", "sqrt_mn", "rms")
@@ -71,16 +71,10 @@ def take_vote(
             part.sub_((move * f if isinstance(f, Tensor) or f != 1 else move).to(p.dtype), alpha=lr)
 
 
-class _Voted:
+class _Voted(Unchecked):
     """A momentum in every worker; the table of options says all about their values."""
 
     wire: Wire = "vote"
-
-    def check(self, p: Tensor, splits: Sequence[int]) -> None:
-        pass
-
-    def check_group(self, group: Group) -> None:
-        pass
 
     def state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {"momentum": zeros_like(p)}
