@@ -16,7 +16,7 @@ demo: $(RUNTIME)  ## train over an emulated slow link, compressed against uncomp
 	$(BIN)/thinwire demo $(ARGS)
 
 test: $(DEV)  ## run the tests; ARGS="-k vote" goes to pytest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONFAULTHANDLER=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(DEV)  ## ruff (rules, format) and mypy
 	$(BIN)/python -m ruff check .

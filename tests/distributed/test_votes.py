@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from itertools import product
@@ -19,7 +20,7 @@ from torch import Tensor
 from tests.distributed.harness import run_ranks
 from tests.reference import votes as reference
 from thinwire import collectives
-from thinwire.collectives import TIES, TRANSPORTS, majority_vote, workers
+from thinwire.collectives import TIES, TRANSPORTS, in_turn, majority_vote, workers
 from thinwire.errors import ConfigError, PeerError
 from thinwire.link import Link
 from thinwire.wire import DATA_PARALLEL, Ledger
@@ -136,6 +137,14 @@ def beside_messages(rank: int, world: int) -> list[Any]:
     return wrong
 
 
+def after_rest(rank: int, ranks: list[int]) -> list[Any]:
+    """No courier is left once the interpreter ends (it could abort the process); the next one goes."""
+    wrong = in_buckets(rank, ranks)
+    in_turn._rest()
+    wrong += [thread.name for thread in threading.enumerate() if thread.name == "thinwire courier"]
+    return wrong + in_buckets(rank, ranks)
+
+
 def emulated_s(rank: int) -> float:
     """Seconds of a vote whose payload takes 0.1 s and whose three or more rounds take 0.01 s each."""
     ledger = Ledger()
@@ -155,6 +164,7 @@ def everything(rank: int) -> dict[str, Any]:
         "nobody": wrong_votes(rank, everybody, None, everybody, (65,)),
         "buckets": in_buckets(rank, everybody),
         "beside": beside_messages(rank, world),
+        "rest": after_rest(rank, everybody),
         "bills": bills(rank),
         "refusals": refusals(rank, world),
         "subgroups": in_subgroups(rank, world),
@@ -168,7 +178,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return run_ranks(request.param, everything)
 
 
-@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups", "buckets", "beside"])
+@pytest.mark.parametrize("who", ["votes", "abstain", "nobody", "subgroups", "buckets", "beside", "rest"])
 def test_every_transport_gives_the_reference_on_every_rank(results: Results, who: str) -> None:
     for rank, result in enumerate(results):
         assert result[who] == [], f"rank {rank}"
