@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.reference.small import CONFIG, batch, small_twin
 from thinwire import codecs
 from thinwire.codecs import Anchors, Boundary, Codec, Decoder, Encoder
-from thinwire.codecs.formats import FORMATS
+from thinwire.codecs.format_names import FORMATS
 from thinwire.codecs.port import Port, pack, unpack
 from thinwire.errors import ConfigError, WireError
 from thinwire.wire import HEADER_BYTES, Direction

@@ -20,7 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs.formats import Format, get_format
+from thinwire.codecs.format_names import get_format
+from thinwire.codecs.formats import Format
 from thinwire.errors import ConfigError
 from thinwire.wire import Layout
 

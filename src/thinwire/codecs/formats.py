@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
-
 
 class Format(Protocol):
     """What a number format must offer."""
@@ -31,8 +29,8 @@ class Format(Protocol):
     def write(self, z: Tensor, codes: Tensor, side: Tensor) -> None:
         """Fill the two uint8 sections from `z`, of any shape and floating dtype."""
 
-    def read(self, codes: Tensor, side: Tensor) -> Tensor:
-        """Return what was written as a flat float32 tensor that owns its memory."""
+    def read(self, codes: Tensor, side: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return what was written from a tensor of this shape as a flat float32 tensor that owns its memory."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class PlainFormat:
     def write(self, z: Tensor, codes: Tensor, side: Tensor) -> None:
         codes.view(self.dtype).view(z.shape).copy_(z)
 
-    def read(self, codes: Tensor, side: Tensor) -> Tensor:
+    def read(self, codes: Tensor, side: Tensor, shape: tuple[int, ...]) -> Tensor:
         return codes.view(self.dtype).to(torch.float32, copy=True)
 
 
@@ -77,24 +75,5 @@ class ScaledHalf:
         side.view(torch.float32).copy_(scale.view(1))
         codes.view(torch.float16).view(z.shape).copy_(z.float() / scale)
 
-    def read(self, codes: Tensor, side: Tensor) -> Tensor:
+    def read(self, codes: Tensor, side: Tensor, shape: tuple[int, ...]) -> Tensor:
         return codes.view(torch.float16).float() * side.view(torch.float32)
-
-
-_FORMATS: dict[str, Format] = {
-    "fp32": PlainFormat("fp32", torch.float32),
-    "bf16": PlainFormat("bf16", torch.bfloat16),
-    "fp16": ScaledHalf(),
-}
-FORMATS = tuple(_FORMATS)
-
-
-def get_format(name: str) -> Format:
-    """Return a format by name.
-
-    Raises:
-        ConfigError: unknown name.
-    """
-    if name not in _FORMATS:
-        raise ConfigError(f"wire format {name!r}", ", ".join(FORMATS), "choose one of these")
-    return _FORMATS[name]

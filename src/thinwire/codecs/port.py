@@ -71,9 +71,9 @@ class Port:
         expected = self.codec.layout((layout.rows, layout.tokens, dim))
         if layout != expected:
             raise WireError(f"{where}: header announces {layout}, expected {expected}")
-        numbers = self.codec.number_format.read(payload[layout.codes_section], payload[layout.side_section])
-        # In place: a view would forbid in-place operations on what autograd gets from here.
-        numbers.resize_(layout.rows, layout.tokens, self.codec.num_coordinates(dim))
+        shape = (layout.rows, layout.tokens, self.codec.num_coordinates(dim))
+        numbers = self.codec.number_format.read(payload[layout.codes_section], payload[layout.side_section], shape)
+        numbers.resize_(shape)  # in place: a view would forbid in-place operations on what autograd gets from here
         return numbers, read_ids(payload, layout)
 
     def wait_for_link(self, sent_at_s: float, num_bytes: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 
 from thinwire import codecs
-from thinwire.codecs.formats import FORMATS
+from thinwire.codecs.format_names import get_format
 from thinwire.collectives import number
 from thinwire.errors import ConfigError
 from thinwire.link import Link
@@ -85,8 +85,7 @@ _MAX_NAME_BYTES = 200
 def _validate_names(config: Config) -> None:
     if config.codec.name not in codecs.names():
         raise ConfigError(f"codec.name={config.codec.name!r}", ", ".join(codecs.names()))
-    if config.codec.wire_format not in FORMATS:
-        raise ConfigError(f"codec.wire_format={config.codec.wire_format!r}", ", ".join(FORMATS))
+    get_format(config.codec.wire_format)
     if config.optim.method not in METHODS:
         raise ConfigError(f"optim.method={config.optim.method!r}", ", ".join(METHODS))
     number(config.dp.transport, config.dp.ties)
