@@ -10,6 +10,7 @@ Dimension letters: N numbers, G blocks, S numbers of a block, K coordinates.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -92,6 +93,37 @@ def unpack_codes(packed: Tensor, num_codes: int, bits: int) -> Tensor:
 
 def _shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(_CODES, device=device) * bits
+
+
+# --- how far off -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ErrorStatistics:
+    """What a lossy wire did to numbers x that arrived as y.
+
+    Attributes:
+        relative_mse: mean square of y - x over that of x.
+        sqnr_db: the same in decibels, -10 log10; infinite where nothing was lost.
+        bias: mean of (y - x) x over the mean square of x: below zero where numbers arrive too small.
+        largest: the largest |y - x|.
+    """
+
+    relative_mse: float
+    sqnr_db: float
+    bias: float
+    largest: float
+
+
+def error_statistics(x: Tensor, y: Tensor) -> ErrorStatistics:
+    """Compare what was sent with what arrived, tensors of one shape, in float64. Zeros that stay zero lost nothing."""
+    sent, error = x.detach().double(), (y - x).detach().double()
+    power, noise_power = float(sent.square().mean()), float(error.square().mean())
+    if noise_power == 0:
+        return ErrorStatistics(0.0, math.inf, 0.0, 0.0)
+    relative = noise_power / power if power else math.inf
+    bias = float((error * sent).mean()) / power if power else 0.0
+    return ErrorStatistics(relative, -10 * math.log10(relative), bias, float(error.abs().max()))
 
 
 # --- rotation ----------------------------------------------------------------------------------------------------

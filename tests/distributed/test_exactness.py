@@ -24,8 +24,11 @@ CODECS: dict[str, dict[str, Any]] = {
     "identity-fp32": {"name": "identity", "wire_format": "fp32"},
     "mapl-fp32": {"name": "mapl", "wire_format": "fp32", "rank": 11, "anchor_rank": 5, "id_bytes": 1},
     "mapl-bf16": {"name": "mapl", "wire_format": "bf16", "rank": 11, "anchor_rank": 5, "id_bytes": 2},
+    "mapl-int4": {
+        "name": "mapl", "wire_format": "had-int4-clip", "gradient_format": "had-int4-sr", "rank": 11, "anchor_rank": 5,
+    },
     "fixed-fp16": {"name": "fixed", "wire_format": "fp16", "rank": 8},
-}
+}  # fmt: skip
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ from thinwire.codecs.formats import Format
 from thinwire.errors import ConfigError
 from thinwire.wire import Layout
 
+_COUNTS = (1, 8, 9, 1000, 999_999, 1_000_000)  # of numbers, for which two formats' costs are compared
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -78,15 +80,23 @@ class Codec(ABC):
     """Base of all codecs. Fields are options; two ends with different options refuse each other's payloads.
 
     Attributes:
-        wire_format: number format of the coordinates, a name of `formats.FORMATS`.
+        wire_format: number format of the coordinates, a name that `format_names.get_format` knows.
+        gradient_format: of their gradients, where it is another; it has to cost the same (design D2).
         id_bytes: bytes per token id on the wire, 1, 2 or 4, for codecs whose receiver needs ids.
     """
 
     wire_format: str = "bf16"
+    gradient_format: str = ""
     id_bytes: int = 2
 
     def __post_init__(self) -> None:
-        get_format(self.wire_format)
+        there, back = self.number_formats
+        if any((there.code_bytes(n), there.side_bytes(n)) != (back.code_bytes(n), back.side_bytes(n)) for n in _COUNTS):
+            raise ConfigError(
+                f"gradient_format {back.name!r} with wire_format {there.name!r}",
+                "formats that cost the same: the same bits and blocks, as in int4-clip and int4-sr",
+                "a boundary has one budget for both directions",
+            )
         if self.id_bytes not in (1, 2, 4):
             raise ConfigError(f"id_bytes={self.id_bytes}", "1, 2 or 4 (2 holds vocabularies up to 65,536)")
 
@@ -121,8 +131,9 @@ class Codec(ABC):
         return None
 
     @cached_property
-    def number_format(self) -> Format:
-        return get_format(self.wire_format)
+    def number_formats(self) -> tuple[Format, Format]:
+        """Of activations and of gradients, by `Direction`."""
+        return get_format(self.wire_format), get_format(self.gradient_format or self.wire_format)
 
     @cached_property
     def digest(self) -> int:
@@ -133,7 +144,7 @@ class Codec(ABC):
         """The payload of activations of shape `(B, T, D)`."""
         rows, tokens, dim = shape
         numbers = rows * tokens * self.num_coordinates(dim)
-        wire = self.number_format
+        wire = self.number_formats[0]
         id_bytes = self.id_bytes if self.needs_ids else 0
         return Layout(rows, tokens, id_bytes, wire.code_bytes(numbers), wire.side_bytes(numbers))
 

@@ -52,7 +52,9 @@ class Port:
         header = Header(self.codec.digest, self.boundary, self.outgoing, microbatch, layout, stamp)
         carrier, payload = new_carrier(header, z_BTK.device)
         write_ids(payload, layout, ids_BT)
-        self.codec.number_format.write(z_BTK, payload[layout.codes_section], payload[layout.side_section])
+        self.codec.number_formats[self.outgoing].write(
+            z_BTK, payload[layout.codes_section], payload[layout.side_section]
+        )
         if self.crosses:
             self.ledger.bill(self.boundary, self.outgoing, self._kind(training), layout.total_bytes)
         return carrier
@@ -72,7 +74,8 @@ class Port:
         if layout != expected:
             raise WireError(f"{where}: header announces {layout}, expected {expected}")
         shape = (layout.rows, layout.tokens, self.codec.num_coordinates(dim))
-        numbers = self.codec.number_format.read(payload[layout.codes_section], payload[layout.side_section], shape)
+        wire = self.codec.number_formats[self.incoming]
+        numbers = wire.read(payload[layout.codes_section], payload[layout.side_section], shape)
         numbers.resize_(shape)  # in place: a view would forbid in-place operations on what autograd gets from here
         return numbers, read_ids(payload, layout)
 

@@ -135,7 +135,7 @@ class Config:
         """
         chosen, id_bytes = self.codec, id_width(self.vocab_size)
         if chosen.name == "identity":
-            return codecs.get("identity", wire_format=chosen.wire_format)
+            return codecs.get("identity", wire_format=chosen.wire_format, gradient_format=chosen.gradient_format)
         if bool(chosen.rank) == bool(chosen.factor):
             raise ConfigError(
                 f"codec {chosen.name} with rank {chosen.rank} and factor {chosen.factor:g}",
@@ -143,8 +143,8 @@ class Config:
                 "set the other to 0",
             )
         options = {
-            "wire_format": chosen.wire_format, "id_bytes": id_bytes, "anchor_rank": chosen.anchor_rank,
-            "frame_gradient": chosen.frame_gradient, "init": chosen.init,
+            "wire_format": chosen.wire_format, "gradient_format": chosen.gradient_format, "id_bytes": id_bytes,
+            "anchor_rank": chosen.anchor_rank, "frame_gradient": chosen.frame_gradient, "init": chosen.init,
         }  # fmt: skip
         if chosen.rank:
             return codecs.get(chosen.name, rank=chosen.rank, **options)

@@ -93,7 +93,9 @@ class CodecConfig:
     name: str = "identity"
     """identity, mapl, fixed or free"""
     wire_format: str = "bf16"
-    """of the numbers: fp32, bf16 or fp16"""
+    """of the numbers: fp32, bf16, fp16, or integers like int8, int4-clip, had-int3 (docs/wire.md)"""
+    gradient_format: str = ""
+    """of their gradients, where it is another one of the same cost, as in int4-sr beside int4"""
     rank: int = 0
     """K, numbers per token"""
     factor: float = 0.0

@@ -207,6 +207,8 @@ def _codec_name(config: Config) -> str:
     codec = config.make_codec()
     rank = getattr(codec, "rank", None)
     parts = [config.codec.name, f"K={rank}" if rank else "", config.codec.wire_format]
+    if config.codec.gradient_format:
+        parts.append(f"back {config.codec.gradient_format}")
     if config.codec.anchor_rank:
         parts.append(f"anchors {config.codec.anchor_rank}")
     return " ".join(part for part in parts if part)

@@ -85,7 +85,8 @@ _MAX_NAME_BYTES = 200
 def _validate_names(config: Config) -> None:
     if config.codec.name not in codecs.names():
         raise ConfigError(f"codec.name={config.codec.name!r}", ", ".join(codecs.names()))
-    get_format(config.codec.wire_format)
+    for name in (config.codec.wire_format, config.codec.gradient_format):
+        get_format(name or config.codec.wire_format)
     if config.optim.method not in METHODS:
         raise ConfigError(f"optim.method={config.optim.method!r}", ", ".join(METHODS))
     number(config.dp.transport, config.dp.ties)
@@ -172,7 +173,7 @@ def _ignored_by_method(config: Config) -> dict[str, bool]:
 def _ignored_by_codec(config: Config) -> dict[str, bool]:
     codec, default = config.codec, Config().codec
     one_stage = config.pipeline.stages == 1
-    unused = {"name", "wire_format"} if one_stage else set()
+    unused = {"name", "wire_format", "gradient_format"} if one_stage else set()
     if codec.name == "identity":
         unused |= {"rank", "factor", "anchor_rank", "frame_gradient", "init"}
     elif codec.name == "fixed":
