@@ -15,6 +15,7 @@ section is idle.
 
 from __future__ import annotations
 
+import binascii
 import math
 import struct
 from collections import Counter
@@ -27,9 +28,10 @@ from torch import Tensor
 from thinwire.errors import ConfigError, WireError
 
 MAGIC = b"THNW"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<4sBBHIHHIIIIIId")
 HEADER_BYTES = _HEADER.size
+_CHECK = slice(6, 8)  # where the check of the other bytes lies
 DATA_PARALLEL = -1  # in the place of a boundary: traffic between replicas
 _ID_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -102,7 +104,7 @@ class Header:
     def to_bytes(self) -> bytes:
         size = self.layout
         ids = size.ids_section.stop - size.ids_section.start
-        return _HEADER.pack(
+        return _checked(
             MAGIC, VERSION, self.direction, 0, self.codec, self.boundary, size.id_bytes, self.microbatch,
             size.rows, size.tokens, ids, size.code_bytes, size.side_bytes, self.sent_at_s,
         )  # fmt: skip
@@ -114,18 +116,29 @@ class Header:
         Raises:
             WireError: not one of our payloads, or of another version.
         """
-        magic, version, direction, flags, codec, boundary, id_bytes, microbatch, *sizes, sent = _HEADER.unpack(raw)
+        magic, version, direction, check, codec, boundary, id_bytes, microbatch, *sizes, sent = _HEADER.unpack(raw)
         rows, tokens, ids, codes, side = sizes
         if magic != MAGIC or direction not in (Direction.FORWARD, Direction.BACKWARD):
             raise WireError(f"{where}: received bytes that are no payload (they start with {raw[:4].hex()})")
         if version != VERSION:
             raise WireError(f"{where}: payload version {version}, this end speaks {VERSION}; install one on all ranks")
-        if flags or not 0 <= sent < math.inf:
-            raise WireError(f"{where}: header with flags {flags} and send time {sent}, which version 1 does not know")
+        if check != _check(raw) or not 0 <= sent < math.inf:
+            raise WireError(f"{where}: the header was damaged on its way (check {check:#06x}, send time {sent})")
         if ids != rows * tokens * id_bytes:
             raise WireError(f"{where}: header announces {ids} bytes of ids for {rows} x {tokens} of {id_bytes} bytes")
         layout = Layout(rows, tokens, id_bytes, codes, side)
         return cls(codec, boundary, Direction(direction), microbatch, layout, sent)
+
+
+def _check(raw: bytes) -> int:
+    """CRC-16-CCITT of a header without its check."""
+    return binascii.crc_hqx(raw[_CHECK.stop :], binascii.crc_hqx(raw[: _CHECK.start], 0xFFFF))
+
+
+def _checked(magic: bytes, version: int, direction: int, check: int, *rest: float) -> bytes:
+    raw = bytearray(_HEADER.pack(magic, version, direction, check, *rest))
+    raw[_CHECK] = _check(bytes(raw)).to_bytes(2, "little")
+    return bytes(raw)
 
 
 def new_carrier(header: Header, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "fixed": [{"rank": 3}, {"rank": 3, "anchor_rank": 2, "wire_format": "fp32"}],
     "free": [{"rank": 3}, {"rank": 3, "anchor_rank": 2, "wire_format": "fp16"}],
+    "cut": [{}, {"anchor_rank": 2}, {"anchor_rank": 6, "id_bytes": 1, "wire_format": "int4"}],
 }
 CODECS = [codecs.get(name, **options) for name, rows in OPTIONS.items() for options in rows]
-LEARNED = [codec for codec in CODECS if not isinstance(codec, codecs.Identity)]
+LEARNED = [codec for codec in CODECS if isinstance(codec, codecs.Subspace)]
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 5), (3, 7)]  # B, T: one element, odd sizes, ids that need padding
 
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -322,7 +323,7 @@ def test_the_exact_wire_is_bitwise_neutral() -> None:
 
 @pytest.mark.parametrize(
     "codec",
-    [codecs.get("identity"), *(codecs.get(name, rank=4) for name in codecs.names() if name != "identity")],
+    [codecs.get("identity"), *(codecs.get(name, **OPTIONS[name][-1]) for name in codecs.names() if name != "identity")],
     ids=repr,
 )
 def test_a_lossy_codec_changes_the_loss(codec: Codec) -> None:

@@ -54,6 +54,9 @@ def bound(wire_format: str, z: Tensor) -> Tensor:
             return torch.maximum(2**-11 * magnitude, 2**-25 * magnitude.max())
         case "int8" | "int6" | "int4" | "int3" | "int2":  # all of z is one block
             return (magnitude.max() / (2 ** int(wire_format[3:]) - 1) * (1 + 2**-7) + 1e-38).expand_as(magnitude)
+        case "top32":  # all of z is one block: what is not among the 32 largest is lost
+            lost = magnitude.flatten().sort(descending=True).values[32:33]
+            return torch.maximum(2**-8 * magnitude, lost.expand_as(magnitude) if len(lost) else 0 * magnitude)
     raise AssertionError(f"state an error bound for {wire_format}")
 
 
@@ -96,6 +99,9 @@ def test_a_format_says_what_it_costs(wire_format: str) -> None:
     if wire_format.startswith("int"):  # eight codes together; a step for every 64
         assert [one.code_bytes(n) for n in (0, 1, 8, 9)] == [int(wire_format[3:]) * octets for octets in (0, 1, 1, 2)]
         assert [one.side_bytes(n) for n in (0, 1, 64, 65)] == [0, 2, 2, 4]
+    elif wire_format.startswith("top"):  # of every 256
+        assert [one.code_bytes(n) for n in (0, 1, 256, 257)] == [0, 32, 32, 64]
+        assert [one.side_bytes(n) for n in (0, 1, 256, 257)] == [0, 64, 64, 128]
     else:
         assert [one.code_bytes(n) for n in (0, 1, 5)] == [(4 if wire_format == "fp32" else 2) * n for n in (0, 1, 5)]
 

@@ -76,13 +76,21 @@ def test_a_carrier_that_is_a_stride_of_another_tensor_opens() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "says"),
-    [(0, 0, "no payload"), (4, VERSION + 1, f"version {VERSION + 1}"), (5, 2, "no payload"), (28, 9, "bytes of ids")],
+    [(0, 0, "no payload"), (4, VERSION + 1, f"version {VERSION + 1}"), (5, 2, "no payload"), (28, 9, "damaged")],
 )
 def test_damaged_headers_name_the_place(offset: int, value: int, says: str) -> None:
     raw = bytearray(HEADER.to_bytes())
     raw[offset] = value
     with pytest.raises(WireError, match=f"the place.*{says}"):
         Header.from_bytes(bytes(raw), "the place")
+
+
+def test_no_flipped_bit_of_a_header_goes_unnoticed() -> None:
+    for bit in range(8 * HEADER_BYTES):
+        raw = bytearray(HEADER.to_bytes())
+        raw[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="the place"):
+            Header.from_bytes(bytes(raw), "the place")
 
 
 @pytest.mark.parametrize("cut", [slice(0, 11), slice(0, -1), slice(0, 0)])

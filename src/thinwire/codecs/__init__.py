@@ -2,10 +2,11 @@
 
 | name       | what crosses the boundary                                                        |
 |------------|----------------------------------------------------------------------------------|
-| `identity` | the activation, in fp32, bf16 or fp16                                            |
+| `identity` | the activation, in any number format: fp32, bf16, fp16, integers, top-k          |
 | `mapl`     | coordinates in a frame learned on the Stiefel manifold, anchors taken out        |
 | `fixed`    | the same with a frame that does not learn                                        |
 | `free`     | the same with a frame that learns without a constraint                           |
+| `cut`      | nothing but token ids: the control that says what the others are worth           |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thinwire.codecs.base import Anchors, Boundary, Codec, Decoder, Encoder
+from thinwire.codecs.cut import Cut
 from thinwire.codecs.identity import Identity
 from thinwire.codecs.subspace import Subspace
 from thinwire.errors import ConfigError
@@ -36,6 +38,7 @@ _REGISTRY: dict[str, Callable[..., Codec]] = {
     "mapl": _mapl,
     "fixed": _fixed,
     "free": _free,
+    "cut": Cut,
 }
 
 
@@ -58,4 +61,4 @@ def get(name: str, **options: Any) -> Codec:
         raise ConfigError(f"codec {name!r} with options {options}", str(error)) from None
 
 
-__all__ = ["Anchors", "Boundary", "Codec", "Decoder", "Encoder", "Identity", "Subspace", "get", "names"]
+__all__ = ["Anchors", "Boundary", "Codec", "Cut", "Decoder", "Encoder", "Identity", "Subspace", "get", "names"]

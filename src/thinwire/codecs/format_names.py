@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.codecs import integers, top_k
 from thinwire.codecs.formats import Format, PlainFormat, ScaledHalf
-from thinwire.codecs.integers import GRAMMAR, INTEGERS, parse
 from thinwire.errors import ConfigError
 
 _WHOLE: dict[str, Format] = {
@@ -13,7 +13,7 @@ _WHOLE: dict[str, Format] = {
     "bf16": PlainFormat("bf16", torch.bfloat16),
     "fp16": ScaledHalf(),
 }
-FORMATS = (*_WHOLE, *INTEGERS)  # and what the grammar of the integers makes of them
+FORMATS = (*_WHOLE, *integers.INTEGERS, "top32")  # and what the grammars make of them
 
 
 def get_format(name: str) -> Format:
@@ -22,7 +22,10 @@ def get_format(name: str) -> Format:
     Raises:
         ConfigError: unknown name.
     """
-    found = _WHOLE.get(name) or (parse(name) if isinstance(name, str) else None)
+    found = None
+    if isinstance(name, str):
+        found = _WHOLE.get(name) or integers.parse(name) or top_k.parse(name)
     if found is None:
-        raise ConfigError(f"wire format {name!r}", f"{', '.join(_WHOLE)}, or {GRAMMAR}", "choose one of these")
+        allowed = f"{', '.join(_WHOLE)}, {integers.GRAMMAR}, or {top_k.GRAMMAR}"
+        raise ConfigError(f"wire format {name!r}", allowed, "choose one of these")
     return found

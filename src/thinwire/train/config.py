@@ -136,6 +136,8 @@ class Config:
         chosen, id_bytes = self.codec, id_width(self.vocab_size)
         if chosen.name == "identity":
             return codecs.get("identity", wire_format=chosen.wire_format, gradient_format=chosen.gradient_format)
+        if chosen.name == "cut":
+            return codecs.get("cut", id_bytes=id_bytes, anchor_rank=chosen.anchor_rank)
         if bool(chosen.rank) == bool(chosen.factor):
             raise ConfigError(
                 f"codec {chosen.name} with rank {chosen.rank} and factor {chosen.factor:g}",

@@ -88,12 +88,12 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """What crosses a boundary. `rank` or `factor` is needed for every codec but identity."""
+    """What crosses a boundary. `rank` or `factor` is needed for every codec but identity and cut."""
 
     name: str = "identity"
-    """identity, mapl, fixed or free"""
+    """identity, mapl, fixed, free or cut"""
     wire_format: str = "bf16"
-    """of the numbers: fp32, bf16, fp16, or integers like int8, int4-clip, had-int3 (docs/wire.md)"""
+    """of the numbers: fp32, bf16, fp16, integers like int8, int4-clip, had-int3, or top32 (docs/wire.md)"""
     gradient_format: str = ""
     """of their gradients, where it is another one of the same cost, as in int4-sr beside int4"""
     rank: int = 0

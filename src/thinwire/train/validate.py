@@ -176,6 +176,8 @@ def _ignored_by_codec(config: Config) -> dict[str, bool]:
     unused = {"name", "wire_format", "gradient_format"} if one_stage else set()
     if codec.name == "identity":
         unused |= {"rank", "factor", "anchor_rank", "frame_gradient", "init"}
+    elif codec.name == "cut":
+        unused |= {"wire_format", "gradient_format", "rank", "factor", "frame_gradient", "init"}
     elif codec.name == "fixed":
         unused |= {"frame_gradient"}
     return {f"codec.{name}": getattr(codec, name) != getattr(default, name) for name in sorted(unused)}
