@@ -178,6 +178,29 @@ def test_rows_compare_with_the_first_run(tmp_path: Path) -> None:
     json.dumps([first, second])
 
 
+def with_codec(folder: Path, name: str, anchor_rank: int, loss: float, factor: float) -> Run:
+    write_run(folder, val_loss=loss, compression_factor_fwd=factor)
+    config = json.loads((folder / "config.json").read_text())
+    config["codec"] = {"name": name, "anchor_rank": anchor_rank}
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_run(folder)
+
+
+def test_the_share_of_the_wires_value_needs_the_cut_and_the_whole_with_the_same_anchors(tmp_path: Path) -> None:
+    plain = with_codec(tmp_path / "plain", "identity", 0, 2.6, 0.99)
+    whole = with_codec(tmp_path / "whole", "fixed", 16, 2.5, 0.98)
+    cut = with_codec(tmp_path / "cut", "cut", 16, 2.9, 60.0)
+    mapl = with_codec(tmp_path / "mapl", "mapl", 16, 2.6, 8.0)
+    worse = with_codec(tmp_path / "worse", "mapl", 16, 3.0, 64.0)
+    runs = [plain, whole, cut, mapl, worse]
+    kept = [row["wire_value_kept"] for row in comparison_rows(runs)]
+    assert kept == [None, 1.0, 0.0, pytest.approx(0.75), pytest.approx(-0.25)]
+    assert "75%" in text_of(runs) and "-25%" in text_of(runs)
+    assert comparison_rows([plain, cut, mapl])[2]["wire_value_kept"] is None
+    useless = with_codec(tmp_path / "useless", "cut", 16, 2.4, 60.0)
+    assert comparison_rows([whole, useless, mapl])[2]["wire_value_kept"] is None
+
+
 def test_the_table_shows_values_and_fits_a_terminal(tmp_path: Path) -> None:
     runs = [load_run(write_run(tmp_path / "demo-bf16")), load_run(write_run(tmp_path / "demo-mapl"))]
     text = text_of(runs)

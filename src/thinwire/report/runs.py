@@ -45,6 +45,16 @@ class Run:
         return _recorded(self, "codec") or "-"
 
     @property
+    def anchor_rank(self) -> int:
+        """Columns of the anchor tables, 0 without anchors."""
+        return int(self._part("codec").get("anchor_rank") or 0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing of an activation crossed the boundaries."""
+        return self._part("codec").get("name") == "cut"
+
+    @property
     def link(self) -> str | None:
         """The link emulated between stages in its text form, None where the run used its real connections."""
         link = _recorded(self, "link")

@@ -40,10 +40,33 @@ def comparison_rows(runs: Sequence[Run]) -> list[Row]:
     """One flat object per run; None for what a run has not (yet) measured.
 
     Beside the values of the summary: `predicted_error_percent` is how far the predicted step time lies above
-    the measured median, `speedup` how many times shorter a step is than the first run's.
+    the measured median, `speedup` how many times shorter a step is than the first run's, `wire_value_kept` what
+    `wire_value_kept` says.
     """
     first_s = _measured(runs[0], "median_step_s") if runs else None
-    return [_row(run, name, first_s) for run, name in zip(runs, distinct_names(runs), strict=True)]
+    rows = [_row(run, name, first_s) for run, name in zip(runs, distinct_names(runs), strict=True)]
+    return [row | {"wire_value_kept": wire_value_kept(run, runs)} for row, run in zip(rows, runs, strict=True)]
+
+
+def wire_value_kept(run: Run, among: Sequence[Run]) -> float | None:
+    """The share of the wire's value that a run's codec keeps: 1 like an uncompressed wire, 0 like none.
+
+    `(loss_cut - loss) / (loss_cut - loss_uncompressed)`, where both have the anchors of `run` and as many stages.
+    Uncompressed is what sends no less than bfloat16, as `fixed` with a frame as wide as the model does. None where
+    `among` does not hold exactly one of each, or where the cut is no worse: there the wire is worth nothing.
+    """
+    alike = [one for one in among if (one.anchor_rank, one.num_stages) == (run.anchor_rank, run.num_stages)]
+    cut = [_measured(one, "val_loss") for one in alike if one.is_cut]
+    whole = [_measured(one, "val_loss") for one in alike if not one.is_cut and _is_uncompressed(one)]
+    loss = _measured(run, "val_loss")
+    if len(cut) != 1 or len(whole) != 1 or loss is None or cut[0] is None or whole[0] is None or cut[0] <= whole[0]:
+        return None
+    return (cut[0] - loss) / (cut[0] - whole[0])
+
+
+def _is_uncompressed(run: Run) -> bool:
+    factor = _measured(run, "compression_factor_fwd")
+    return factor is not None and factor <= 1
 
 
 def comparison_tables(runs: Sequence[Run]) -> list[Table | Text]:
@@ -141,6 +164,10 @@ def _sent(row: Row) -> str:
     return f"{_show('{:,.1f}', kilobytes)}\n{_show('{:.2f}x', row['compression_factor_dp'])}"
 
 
+def _kept(row: Row) -> str:
+    return f"{_show('{:.0%}', row['wire_value_kept'])}\n{_show('{:.1e}', row['orthogonality_error'])}"
+
+
 def _rate(value: float | None) -> str:
     return "-" if value is None else rate(value)
 
@@ -156,7 +183,7 @@ _BOUNDARIES: tuple[_Column, ...] = (
     ("link", lambda row: row["link"] or "real"),
     ("bytes/token\nfwd, bwd", _stack("bytes_per_token_fwd", "bytes_per_token_bwd", "{:,.0f}")),
     ("compression\nfwd, bwd", _stack("compression_factor_fwd", "compression_factor_bwd", "{:.2f}x")),
-    ("orthog.\nerror", lambda row: _show("{:.1e}", row["orthogonality_error"])),
+    ("wire's value\northog. error", lambda row: _kept(row)),
 )
 _REPLICAS: tuple[_Column, ...] = (
     ("between replicas\nnumber", _stack("name", "replicas", "{}")),
