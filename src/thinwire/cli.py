@@ -182,6 +182,26 @@ def _report(words: list[str]) -> None:
     show([Path(run) for run in given.runs], picture, as_json=given.json)
 
 
+def _sweep(words: list[str]) -> None:
+    """Run recipes x codecs x factors x seeds, each in one process, and make one table."""
+    own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = _parser("sweep", _sweep)
+    parser.add_argument("recipes", nargs="+", help="recipes; flags of `thinwire train` for all runs follow after --")
+    parser.add_argument("--codecs", nargs="+", required=True, help="as in: identity cut mapl,anchor_rank=16")
+    parser.add_argument("--factors", nargs="*", type=float, default=[], help="of every codec but identity and cut")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="processes of one thread each")
+    parser.add_argument("--folder", default="sweep", help="of results; a second call runs what is missing")
+    given = _parse(parser, own)
+    from rich.console import Console
+
+    from thinwire.report.sweeps import sweep_table
+    from thinwire.sweep import jobs, sweep
+
+    todo = jobs(given.recipes, given.codecs, given.factors, given.seeds, flags)
+    Console().print(sweep_table(sweep(todo, Path(given.folder), parallel=given.jobs)))
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are ours."""
 
@@ -203,6 +223,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": _eval,
     "generate": _generate,
     "report": _report,
+    "sweep": _sweep,
 }
 
 __all__ = ["ThinwireError", "given_fields", "main", "parse_config"]

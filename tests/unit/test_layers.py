@@ -38,6 +38,7 @@ ORDER = (
     "plan",
     "train",
     "report",
+    "sweep",
     "cli",
     "__init__",
     "__main__",

@@ -24,7 +24,7 @@ def test_every_command_shown_exists() -> None:
     from thinwire.cli import _COMMANDS
     from thinwire.train import recipes
 
-    for command, word in re.findall(r"thinwire (train|eval|generate|report|demo) ?([a-z0-9-]*)", README):
+    for command, word in re.findall(r"thinwire (train|eval|generate|report|demo|sweep) ?([a-z0-9-]*)", README):
         assert command in _COMMANDS
-        if command == "train":
+        if command in ("train", "sweep"):
             assert word in recipes.names()

@@ -57,14 +57,15 @@ def wire_value_kept(run: Run, among: Sequence[Run]) -> float | None:
     """
     alike = [one for one in among if (one.anchor_rank, one.num_stages) == (run.anchor_rank, run.num_stages)]
     cut = [_measured(one, "val_loss") for one in alike if one.is_cut]
-    whole = [_measured(one, "val_loss") for one in alike if not one.is_cut and _is_uncompressed(one)]
+    whole = [_measured(one, "val_loss") for one in alike if is_uncompressed(one)]
     loss = _measured(run, "val_loss")
     if len(cut) != 1 or len(whole) != 1 or loss is None or cut[0] is None or whole[0] is None or cut[0] <= whole[0]:
         return None
     return (cut[0] - loss) / (cut[0] - whole[0])
 
 
-def _is_uncompressed(run: Run) -> bool:
+def is_uncompressed(run: Run) -> bool:
+    """Whether a run sent no less than bfloat16 over its boundaries."""
     factor = _measured(run, "compression_factor_fwd")
     return factor is not None and factor <= 1
 
